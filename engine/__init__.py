@@ -1,0 +1,1 @@
+"""Lockstep: pipeline-parallel serving of language models whose stages stay in agreement."""

@@ -1,0 +1,275 @@
+"""The configuration: one frozen dataclass. Flags, their help and their checks are made from its fields.
+
+`parse_flags` turns a command line into an `EngineConfig` or raises `ConfigError`, whose text is one line that
+names the flag, the value and what is allowed. Nothing here reads the model or the machine; what is left to
+`None` ("auto") is settled at the start, once, and then agreed by all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+
+class ConfigError(ValueError):
+    """A flag's value is not allowed. The text is one line for the operator."""
+
+
+def _flag(default: Any, group: str, text: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A field that becomes a flag: its group in `--help`, its help text and the range of allowed numbers."""
+    return field(default=default, metadata={"group": group, "help": text, "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the operator asked for. Names are those people know from SGLang; GB are decimal and per rank."""
+
+    # ---- model ----
+    model_path: str | None = _flag(
+        None, "model", "a Hugging Face folder, a .gguf file or a hub id; absent: SmolLM2-135M-Instruct"
+    )
+    served_model_name: str | None = _flag(None, "model", "the name clients use; absent: the path's last part")
+    load_format: Literal["auto", "dummy"] = _flag(
+        "auto", "model", "dummy gives seeded random weights for any config.json"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = _flag(
+        "auto",
+        "model",
+        "of weights and arithmetic; auto is bfloat16 on CUDA and on CPUs with bf16 units, else float32",
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = _flag(
+        "auto", "model", "of cached keys and values; auto is --dtype"
+    )
+    context_length: int | None = _flag(
+        None, "model", "most tokens of prompt and output; absent: the model's", low=2
+    )
+    random_seed: int | None = _flag(
+        None, "model", "seed of requests that bring none; absent: drawn and printed", low=0, high=2**63 - 1
+    )
+
+    # ---- HTTP ----
+    host: str = _flag("127.0.0.1", "http", "address to listen on")
+    port: int = _flag(30000, "http", "port to listen on; 0 takes a free one and prints it", low=0, high=65535)
+    api_key: str | None = _flag(
+        None, "http", "clients must send it as a bearer token on all but /health and /ready"
+    )
+    max_queued_requests: int = _flag(
+        1024, "http", "most waiting requests; beyond it the answer is 429", low=1
+    )
+
+    # ---- parallelism ----
+    pp_size: int = _flag(1, "parallelism", "pipeline stages: slices of layers", low=1, high=1024)
+    tp_size: int = _flag(1, "parallelism", "ranks per stage: slices of each layer", low=1, high=1024)
+    pp_layer_partition: tuple[int, ...] | None = _flag(
+        None,
+        "parallelism",
+        "layers of each stage, e.g. 20,20,19,19; absent: even, the last stages take the rest",
+    )
+    device: Literal["auto", "cpu", "cuda"] = _flag(
+        "auto", "parallelism", "auto is cuda if there is one, else cpu"
+    )
+    threads_per_rank: int | None = _flag(
+        None, "parallelism", "CPU threads of a rank; absent: cores // ranks of this machine", low=1
+    )
+    link_address: str | None = _flag(
+        None,
+        "parallelism",
+        "this machine's address for links to ranks on other machines (needs LOCKSTEP_SECRET); absent: unix sockets",
+    )
+
+    # ---- memory ----
+    page_size: int = _flag(16, "memory", "tokens of one cache page", low=1, high=4096)
+    max_total_tokens: int | None = _flag(
+        None, "memory", "tokens of the device cache; absent: from the memory budget", low=1
+    )
+    mem_fraction_static: float | None = _flag(
+        None,
+        "memory",
+        "share of device memory for weights and cache; absent: 0.85 on CUDA; on CPU 4 GB or 25 % of what is available, "
+        "the smaller, for all ranks of a machine",
+        low=0.01,
+        high=0.99,
+    )
+    disable_radix_cache: bool = _flag(False, "memory", "compute every prompt anew")
+
+    # ---- scheduling ----
+    max_running_requests: int | None = _flag(
+        None,
+        "scheduling",
+        "most sequences at once; absent: device tokens // 512, from 1 to 256",
+        low=1,
+        high=4096,
+    )
+    chunked_prefill_size: int | None = _flag(
+        None,
+        "scheduling",
+        "most rows of one step; -1 turns chunking off; absent: 512 on CPU, 4096 on CUDA",
+        low=-1,
+    )
+    schedule_policy: Literal["fcfs", "lpm"] = _flag(
+        "fcfs",
+        "scheduling",
+        "order of waiting requests: first come first served, or longest cached prefix first",
+    )
+
+    # ---- operation ----
+    watchdog_timeout: float = _flag(
+        60.0, "operation", "seconds without progress after which /health is 503", low=0.1, high=86400
+    )
+    drain_timeout: float = _flag(
+        30.0, "operation", "seconds that SIGTERM leaves to running requests", low=0, high=86400
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _flag(
+        "info", "operation", "how much the ranks log"
+    )
+
+
+def parse_flags(arguments: Iterable[str], *, program: str = "server.py") -> EngineConfig:
+    """Read a command line. Raises ConfigError with one line; `--help` prints and exits with 0."""
+    parser = _Parser(
+        prog=program,
+        description="Serve a language model over pipeline stages that stay in agreement.",
+        allow_abbrev=False,
+    )
+    hints = typing.get_type_hints(EngineConfig)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for item in dataclasses.fields(EngineConfig):
+        group_name = item.metadata["group"]
+        if group_name not in groups:
+            groups[group_name] = parser.add_argument_group(group_name)
+        name = flag_name(item.name)
+        shown = "" if item.default is None or item.default is False else f" (default {item.default})"
+        help_text = (item.metadata["help"] + shown).replace("%", "%%")
+        if hints[item.name] is bool:
+            groups[group_name].add_argument(name, dest=item.name, action="store_true", help=help_text)
+        else:
+            groups[group_name].add_argument(
+                name, dest=item.name, default=None, metavar=_metavar(hints[item.name]), help=help_text
+            )
+    given = vars(parser.parse_args([_with_hyphens(argument) for argument in arguments]))
+    values = {}
+    for item in dataclasses.fields(EngineConfig):
+        text = given[item.name]
+        if text is True or text is None or text is False:
+            values[item.name] = text if text is True else item.default
+        else:
+            values[item.name] = _read(item, hints[item.name], text)
+    return check(EngineConfig(**values))
+
+
+def check(config: EngineConfig) -> EngineConfig:
+    """Check what no single flag shows, and ranges for configurations made in code. Raises ConfigError."""
+    for item in dataclasses.fields(EngineConfig):
+        value = getattr(config, item.name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_range(item, value)
+    if config.chunked_prefill_size is not None and config.chunked_prefill_size != -1:
+        if config.chunked_prefill_size < config.page_size:
+            raise ConfigError(
+                f"--chunked-prefill-size {config.chunked_prefill_size}: allowed is -1 (off) "
+                f"or at least --page-size, which is {config.page_size}"
+            )
+    if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
+        raise ConfigError(
+            f"--max-total-tokens {config.max_total_tokens}: allowed is at least --page-size, which is {config.page_size}"
+        )
+    if config.tp_size != 1:
+        raise ConfigError(f"--tp-size {config.tp_size}: allowed is 1; tensor parallelism is not done yet")
+    if config.pp_layer_partition is not None:
+        shown = ",".join(map(str, config.pp_layer_partition))
+        if len(config.pp_layer_partition) != config.pp_size:
+            raise ConfigError(
+                f"--pp-layer-partition {shown}: has {len(config.pp_layer_partition)} counts; "
+                f"allowed is one per stage, and --pp-size is {config.pp_size}"
+            )
+        if min(config.pp_layer_partition) < 1:
+            raise ConfigError(f"--pp-layer-partition {shown}: allowed are whole numbers of at least 1")
+    return config
+
+
+def flag_name(field_name: str) -> str:
+    """The flag of a field: `pp_size` -> `--pp-size`."""
+    return "--" + field_name.replace("_", "-")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            word = unknown.split()[0].split("=")[0]
+            flags = [flag_name(item.name) for item in dataclasses.fields(EngineConfig)]
+            near = difflib.get_close_matches(word, flags, n=1)
+            message = f"{word}: no such flag" + (
+                f"; did you mean {near[0]}?" if near else "; --help lists them all"
+            )
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def _with_hyphens(argument: str) -> str:
+    """Accept `--pp_size` for `--pp-size`; values keep their underscores."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _plain_type(hint: Any) -> Any:
+    """The type of a field without its `| None`."""
+    if isinstance(hint, types.UnionType):
+        return next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    return hint
+
+
+def _metavar(hint: Any) -> str:
+    plain = _plain_type(hint)
+    if typing.get_origin(plain) is Literal:
+        return "{" + ",".join(typing.get_args(plain)) + "}"
+    return {int: "N", float: "X", str: "TEXT"}.get(plain, "N,N,...")
+
+
+def _read(item: dataclasses.Field[Any], hint: Any, text: str) -> Any:
+    """Turn a flag's text into its field's value. Raises ConfigError."""
+    plain = _plain_type(hint)
+    name = flag_name(item.name)
+    if typing.get_origin(plain) is Literal:
+        if text not in typing.get_args(plain):
+            raise ConfigError(f"{name} {text}: allowed is one of {', '.join(typing.get_args(plain))}")
+        return text
+    if plain is str:
+        if not text:
+            raise ConfigError(f"{name} '': allowed is a text that is not empty")
+        return text
+    try:
+        if typing.get_origin(plain) is tuple:
+            return tuple(int(part) for part in text.split(","))
+        value = plain(text)
+    except ValueError:
+        raise ConfigError(f"{name} {text}: allowed is {_allowed(item, plain)}") from None
+    _check_range(item, value)
+    return value
+
+
+def _allowed(item: dataclasses.Field[Any], plain: Any) -> str:
+    if typing.get_origin(plain) is tuple:
+        return "a list of whole numbers like 20,20,19,19"
+    low, high = item.metadata["low"], item.metadata["high"]
+    kind = "a whole number" if plain is int else "a number"
+    if low is not None and high is not None:
+        return f"{kind} from {low} to {high}"
+    return f"{kind} of at least {low}" if low is not None else kind
+
+
+def _check_range(item: dataclasses.Field[Any], value: float) -> None:
+    low, high = item.metadata["low"], item.metadata["high"]
+    # Written so that NaN, which compares false with everything, is refused too.
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        kind: Any = int if isinstance(value, int) else float
+        raise ConfigError(f"{flag_name(item.name)} {value}: allowed is {_allowed(item, kind)}")

@@ -1,0 +1,1 @@
+"""The bytes: tensors that hold what the books only count."""

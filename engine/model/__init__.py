@@ -1,0 +1,1 @@
+"""The model: from `config.json` and weights to logits and sampled tokens."""
