@@ -153,7 +153,7 @@ def parse_flags(arguments: Iterable[str], *, program: str = "server.py") -> Engi
                 name, dest=item.name, default=None, metavar=_metavar(hints[item.name]), help=help_text
             )
     given = vars(parser.parse_args([_with_hyphens(argument) for argument in arguments]))
-    values = {}
+    values: dict[str, Any] = {}
     for item in dataclasses.fields(EngineConfig):
         text = given[item.name]
         if text is True or text is None or text is False:
@@ -169,15 +169,15 @@ def check(config: EngineConfig) -> EngineConfig:
         value = getattr(config, item.name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_range(item, value)
-    if config.chunked_prefill_size is not None and config.chunked_prefill_size != -1:
-        if config.chunked_prefill_size < config.page_size:
-            raise ConfigError(
-                f"--chunked-prefill-size {config.chunked_prefill_size}: allowed is -1 (off) "
-                f"or at least --page-size, which is {config.page_size}"
-            )
+    if config.chunked_prefill_size not in (None, -1) and config.chunked_prefill_size < config.page_size:
+        raise ConfigError(
+            f"--chunked-prefill-size {config.chunked_prefill_size}: allowed is -1 (off) "
+            f"or at least --page-size, which is {config.page_size}"
+        )
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
-            f"--max-total-tokens {config.max_total_tokens}: allowed is at least --page-size, which is {config.page_size}"
+            f"--max-total-tokens {config.max_total_tokens}: allowed is at least --page-size, "
+            f"which is {config.page_size}"
         )
     if config.tp_size != 1:
         raise ConfigError(f"--tp-size {config.tp_size}: allowed is 1; tensor parallelism is not done yet")

@@ -5,6 +5,7 @@ Ranks are laid out pp outer, tp inner: rank = pp_rank * tp_size + tp_rank. The l
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -45,7 +46,7 @@ def partition_layers(
 
 def _ranges(counts: list[int]) -> tuple[tuple[int, int], ...]:
     starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
-    return tuple(zip(starts, starts[1:], strict=False))
+    return tuple(itertools.pairwise(starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,17 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.tp_size * self.pp_size
 
     @property
     def pp_rank(self) -> int:
+        """The stage."""
         return self.rank // self.tp_size
 
     @property
     def tp_rank(self) -> int:
+        """The slice of each layer."""
         return self.rank % self.tp_size
 
     @property
@@ -89,14 +93,17 @@ class Topology:
 
     @property
     def is_leader(self) -> bool:
+        """True on the one rank that makes the log."""
         return self.rank == 0
 
     @property
     def is_first_stage(self) -> bool:
+        """True where token ids come in."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """True where logits come out."""
         return self.pp_rank == self.pp_size - 1
 
     @property

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Wire(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
     """Base of all values on a wire: immutable, named fields, tagged with the class name."""
 
 
@@ -279,6 +279,7 @@ class Ready(Wire, frozen=True, kw_only=True):
     """Device tokens of every rank; also what one request may need at most."""
     max_running_requests: int
     page_size: int
+    context_length: int
     dtype: str
     device: str
     stages: tuple[StageSize, ...]
@@ -388,7 +389,9 @@ class Capacity:
     device_pages: int
     max_running_requests: int
     chunk_tokens: int
-    """Most rows in one step; a whole context when chunked prefill is off."""
+    """Most rows in one step, but a prefill always gets a page; a whole context when chunked prefill is off."""
     depth: int
     """Most steps in flight."""
     context_length: int
+    growth_tokens: int = 64
+    """Room that admission leaves to each running sequence, so that the next few steps retract nobody."""

@@ -1,0 +1,56 @@
+"""Faults on purpose, for tests: one environment variable, LOCKSTEP_FAULTS, holding JSON. Dead unless it is set.
+
+{"flip": {"rank": 1, "step": 40, "field": "retractions"}}    one replica's number is changed before that step
+{"slow": {"rank": 1, "seconds": 0.2}}                        each step of that rank takes longer
+{"memory": {"rank": 1, "bytes": 1000000}}                    that rank believes to have so little for its pool
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+VARIABLE = "LOCKSTEP_FAULTS"
+
+
+class Flip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Change one field of one replica before it applies a step."""
+
+    rank: int
+    step: int
+    field: Literal["retractions", "finished", "clock", "pages"]
+
+
+class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Make each step of a rank longer."""
+
+    rank: int
+    seconds: float
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Let a rank believe in another budget for its device pool."""
+
+    rank: int
+    bytes: int
+
+
+class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is to go wrong."""
+
+    flip: Flip | None = None
+    slow: Slow | None = None
+    memory: Memory | None = None
+
+
+def read_faults() -> Faults:
+    """The faults that the environment asks for; none when it says nothing. Raises ValueError for nonsense."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return Faults()
+    try:
+        return msgspec.json.decode(text, type=Faults)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{VARIABLE} {text}: {error}") from None

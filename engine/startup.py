@@ -1,0 +1,301 @@
+"""How a rank comes to life: handshake, weights, sizes, votes, pools, warm-up. Rule 4 of the design, in one place.
+
+Runs once, on the rank's compute thread, while its control thread keeps the links alive. Every rank walks through the
+same phases in the same order; each phase ends in agreement or ends all ranks with the same line. What comes out is
+agreed (`Capacity`) or local (weights, pool, bytes), and the pure half is built from the agreed part alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+import engine
+from engine.config import EngineConfig
+from engine.distributed.agreement import Agreement
+from engine.distributed.launch import Place
+from engine.distributed.memory import HostMemory, MemoryNeed, check_memory, host_memory
+from engine.faults import Faults
+from engine.mem_cache.pool.device import DeviceKVPool
+from engine.mem_cache.sizing import attention_bytes_per_token, default_running_requests, tokens_for_budget
+from engine.model.batch import Batch
+from engine.model.decoder import Decoder
+from engine.model.readout import read_out
+from engine.model.source import ModelSource
+from engine.model.weights import load_weights, parameter_count, resolve_dtype
+from engine.topology import Topology
+from engine.types import Capacity, Sample, SamplingParams, Span, StageSize
+
+LOCAL_FIELDS = ("host", "port", "api_key", "link_address", "log_level", "threads_per_rank", "model_path")
+"""Flags that may differ between ranks: they belong to one process or machine. The model is compared by content."""
+WARM_UP_ROWS = 32
+CPU_BUDGET_BYTES = 4 * 10**9
+LOADING_S = 3600.0
+"""How much longer the slowest rank may read weights than the fastest."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A rank that can serve."""
+
+    capacity: Capacity
+    decoder: Decoder
+    pool: DeviceKVPool
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[StageSize, ...]
+    """The start-up table, one line per rank, the same on every rank."""
+    pids: tuple[int, ...]
+
+
+def start(
+    config: EngineConfig,
+    source: ModelSource,
+    topology: Topology,
+    place: Place,
+    agreement: Agreement,
+    faults: Faults,
+) -> Started:
+    """Agree, load and allocate. Raises Refused or RankLost, with the same line on every rank."""
+    device = _device(config, place)
+    dtype = resolve_dtype(config.dtype, device)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else resolve_dtype(config.kv_cache_dtype, device)
+    agreement.must_equal("handshake", _must_equal(config, source, topology, device, dtype, cache_dtype))
+
+    memory = host_memory()
+    weights_bytes = parameter_count(source.spec, topology.layers) * dtype.itemsize
+    with _voting(agreement, "weights", LOADING_S):
+        weights = load_weights(
+            source,
+            topology.layers,
+            dtype=dtype,
+            device=device,
+            stage=topology.tag,
+            progress=_Progress("weights"),
+            seed=config.random_seed or 0,
+        )
+    bytes_per_token = attention_bytes_per_token(
+        source.spec, len(topology.layers), tp_size=topology.tp_size, dtype=_name(cache_dtype)
+    )
+    budget = _budget(config, device, memory, weights_bytes, place.local_world_size)
+    if faults.memory is not None and faults.memory.rank == topology.rank:
+        budget = faults.memory.bytes
+    local_tokens = tokens_for_budget(budget, bytes_per_token, config.page_size)
+    if config.max_total_tokens is not None:
+        local_tokens = min(local_tokens, config.max_total_tokens // config.page_size * config.page_size)
+    tokens = agreement.minimum("device capacity", local_tokens)
+    agreement.vote("device capacity", _too_small(tokens, budget, bytes_per_token, config))
+    if device.type == "cpu":
+        _check_host_memory(agreement, topology.rank, memory, tokens * bytes_per_token)
+    with _voting(agreement, "pools"):
+        pool = DeviceKVPool(
+            len(topology.layers),
+            tokens // config.page_size,
+            config.page_size,
+            max(source.spec.kv_heads // topology.tp_size, 1),
+            source.spec.head_dim,
+            cache_dtype,
+            device,
+        )
+    assert pool.byte_count == tokens * bytes_per_token, (
+        f"{pool.byte_count} bytes for {tokens} x {bytes_per_token}"
+    )
+    capacity = _capacity(config, source, topology, device, tokens)
+    decoder = Decoder(source.spec, weights)
+    with _voting(agreement, "warm-up", LOADING_S):
+        _warm_up(decoder, pool, capacity, topology, dtype, device)
+    agreement.must_equal("capacity", dataclasses.asdict(capacity))
+    size = StageSize(
+        rank=topology.rank,
+        pp_rank=topology.pp_rank,
+        tp_rank=topology.tp_rank,
+        host_name=socket.gethostname(),
+        layers=(topology.layers.start, topology.layers.stop),
+        weight_bytes=weights.byte_count,
+        bytes_per_token=bytes_per_token,
+        local_tokens=local_tokens,
+        agreed_tokens=tokens,
+        pool_bytes=pool.byte_count,
+    )
+    table = agreement.gather("table", (msgspec.to_builtins(size), os.getpid()))
+    return Started(
+        capacity,
+        decoder,
+        pool,
+        dtype,
+        device,
+        tuple(msgspec.convert(row, StageSize) for row, _ in table),
+        tuple(pid for _, pid in table),
+    )
+
+
+def _must_equal(
+    config: EngineConfig,
+    source: ModelSource,
+    topology: Topology,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+) -> dict[str, Any]:
+    """What may not differ between ranks, by the name an operator knows."""
+    flags = {
+        f"--{item.name.replace('_', '-')}": getattr(config, item.name)
+        for item in dataclasses.fields(config)
+        if item.name not in LOCAL_FIELDS
+    }
+    return {
+        "version of Lockstep": engine.__version__,
+        "version of torch": str(torch.__version__),
+        **flags,
+        "model (configuration and tensor headers)": source.fingerprint,
+        "kind of device": device.type,
+        "resolved dtype": _name(dtype),
+        "resolved KV cache dtype": _name(cache_dtype),
+        "layers of the stages": topology.layer_ranges,
+        "steps in flight": topology.pp_size,
+        "byte order": sys.byteorder,
+    }
+
+
+def _device(config: EngineConfig, place: Place) -> torch.device:
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return (
+        torch.device(kind, place.local_rank % torch.cuda.device_count())
+        if kind == "cuda"
+        else torch.device(kind)
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _budget(
+    config: EngineConfig, device: torch.device, memory: HostMemory, weights_bytes: int, local_ranks: int
+) -> int:
+    """Bytes this rank may take for its device pool.
+
+    CPU: 4 GB or a quarter of what was available before loading, the smaller, shared by the ranks of this machine; a
+    given --mem-fraction-static is a share of the available memory for weights and pool together. CUDA: the share of
+    what was free before loading (default 0.85), less the weights.
+    """
+    fraction = config.mem_fraction_static
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(int((free + weights_bytes) * (fraction or 0.85)) - weights_bytes, 0)
+    if fraction is None:
+        return min(CPU_BUDGET_BYTES, memory.available // 4) // local_ranks
+    return max(int(memory.available * fraction) // local_ranks - weights_bytes, 0)
+
+
+def _too_small(tokens: int, budget: int, bytes_per_token: int, config: EngineConfig) -> str | None:
+    if tokens >= config.page_size:
+        return None
+    return (
+        f"--mem-fraction-static, --page-size: {budget} bytes for the device cache hold no page of {config.page_size} "
+        f"tokens at {bytes_per_token} bytes each"
+    )
+
+
+def _check_host_memory(agreement: Agreement, rank: int, memory: HostMemory, need: int) -> None:
+    """One check per machine over all its ranks, on what was available before anyone loaded anything."""
+    rows = agreement.gather("memory", (socket.gethostname(), need, memory.total, memory.available))
+    needs = [MemoryNeed(host_name, rank, asked) for rank, (host_name, asked, _, _) in enumerate(rows)]
+    by_host: dict[str, HostMemory] = {}
+    for host_name, _, total, available in rows:
+        seen = by_host.get(host_name, HostMemory(total, available))
+        by_host[host_name] = HostMemory(min(seen.total, total), min(seen.available, available))
+    agreement.vote("memory", check_memory(needs, by_host))
+
+
+def _capacity(
+    config: EngineConfig, source: ModelSource, topology: Topology, device: torch.device, tokens: int
+) -> Capacity:
+    context = source.spec.context_length
+    if config.context_length is not None:
+        context = min(context, config.context_length)
+    chunk = config.chunked_prefill_size
+    if chunk is None:
+        chunk = max(4096 if device.type == "cuda" else 512, config.page_size)
+    return Capacity(
+        page_size=config.page_size,
+        device_pages=tokens // config.page_size,
+        max_running_requests=config.max_running_requests or default_running_requests(tokens),
+        chunk_tokens=context if chunk == -1 else chunk,
+        depth=topology.pp_size,
+        context_length=context,
+    )
+
+
+def _warm_up(
+    decoder: Decoder,
+    pool: DeviceKVPool,
+    capacity: Capacity,
+    topology: Topology,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Run this stage's layers on made-up rows, a prefill and a decode, so that the first request does not pay for it.
+
+    The rows write into the first pages, which nobody owns yet and whoever gets them overwrites.
+    """
+    rows = min(WARM_UP_ROWS, capacity.device_pages * capacity.page_size, capacity.context_length)
+    pages = tuple(range(-(-rows // capacity.page_size)))
+    params = SamplingParams(max_new_tokens=1, temperature=0.0)
+    choice = Sample(params=params, position=rows, random=0, banned_ids=(), prompt_ids=(), output_ids=())
+    for start, stop in ((0, rows - 1), (rows - 1, rows)):
+        if start == stop:
+            continue
+        span = Span(request_id=0, start=start, token_ids=(0,) * (stop - start), pages=pages, sample=choice)
+        batch = Batch.build((span,), capacity.page_size, device, dtype)
+        hidden = None
+        if not topology.is_first_stage:
+            hidden = torch.zeros(stop - start, decoder.spec.hidden_size, dtype=dtype, device=device)
+        hidden = decoder.forward(batch, hidden, pool)
+        if topology.is_last_stage:
+            read_out(decoder, batch, hidden)
+
+
+@contextmanager
+def _voting(agreement: Agreement, phase: str, timeout_s: float = 50.0) -> Iterator[None]:
+    """Do local work that may fail; a failure on one rank is a failure of all, and named."""
+    problem: str | None = None
+    try:
+        yield
+    except (
+        ValueError,
+        OSError,
+        RuntimeError,
+        MemoryError,
+    ) as error:  # torch reports a lack of memory as RuntimeError
+        problem = f"{phase}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    agreement.vote(phase, problem, timeout_s=timeout_s)
+
+
+class _Progress:
+    """Logs how far a long piece of work is, at most once a second."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._logged_at = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= 1.0:
+            self._logged_at = now
+            log.info("%s: %d of %d million numbers read", self._what, done // 10**6, total // 10**6)

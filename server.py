@@ -1,0 +1,77 @@
+"""The one entry point: flags -> processes -> HTTP front end.
+
+    python server.py --pp-size 2                        this process is the front end and starts the ranks
+    torchrun --nproc-per-node 2 server.py --pp-size 2   each process is a rank; the leader starts the front end
+
+Flags are checked, and the model's configuration read, before anything heavy is imported: a wrong value is one line
+and exit code 2 at once. Exit codes: 0 drained, 2 usage, 3 refused at start, 70 divergence, 71 a rank was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from engine.config import ConfigError, EngineConfig, parse_flags
+from engine.distributed.launch import (
+    ExitCode,
+    Place,
+    hold_lifeline,
+    read_place,
+    thread_environment,
+    threads_per_rank,
+)
+from engine.model.source import ModelSource, open_source, resolve_model
+from engine.topology import Topology
+
+
+def main(arguments: list[str]) -> int:
+    """Run what this process is, from flags and environment; returns its exit code."""
+    try:
+        place = read_place(os.environ)
+        hold_lifeline(place)
+        config = parse_flags(arguments)
+        source = open_source(resolve_model(config.model_path), config.load_format)
+        topology = Topology.build(
+            place.rank,
+            tp_size=config.tp_size,
+            pp_size=config.pp_size,
+            layer_count=source.spec.layer_count,
+            partition=config.pp_layer_partition,
+        )
+        if place.role == "rank" and place.world_size != topology.world_size:
+            raise ConfigError(
+                f"--pp-size {config.pp_size}, --tp-size {config.tp_size}: need {topology.world_size} ranks, "
+                f"but {place.world_size} were started"
+            )
+    except ValueError as error:
+        print(f"server.py: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+    tag = topology.tag if place.role == "rank" else "[front end]"
+    logging.basicConfig(level=config.log_level.upper(), format=f"{tag} %(message)s", stream=sys.stderr)
+    if place.role == "rank":
+        return _be_rank(config, source, topology, place)
+    return _be_front_end(config, source, topology, place)
+
+
+def _be_rank(config: EngineConfig, source: ModelSource, topology: Topology, place: Place) -> int:
+    if place.torchrun:
+        os.environ.update(
+            thread_environment(threads_per_rank(config.threads_per_rank, place.local_world_size))
+        )
+    from engine.rank import run_rank  # imports torch, which reads the number of threads
+
+    return run_rank(config, source, topology, place, [sys.executable, *sys.argv])
+
+
+def _be_front_end(config: EngineConfig, source: ModelSource, topology: Topology, place: Place) -> int:
+    raise SystemExit("not wired yet")
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stdout.flush()
+    # Not sys.exit: a compute thread that waits, or a library's atexit hook, must not keep a process that has ended.
+    os._exit(code)
