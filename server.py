@@ -9,21 +9,33 @@ and exit code 2 at once. Exit codes: 0 drained, 2 usage, 3 refused at start, 70 
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import sys
 
 from engine.config import ConfigError, EngineConfig, parse_flags
 from engine.distributed.launch import (
+    Children,
     ExitCode,
     Place,
+    front_socket,
     hold_lifeline,
     read_place,
+    start_ranks,
     thread_environment,
     threads_per_rank,
 )
+from engine.distributed.run_folder import RunFolder
 from engine.model.source import ModelSource, open_source, resolve_model
 from engine.topology import Topology
+from engine.types import Fatal
+
+WORD_S = 1.0
+"""How long after the end of a rank the leader has to say why."""
+LEAVE_S = 5.0
+"""How long ranks have to leave by themselves once the service is over."""
 
 
 def main(arguments: list[str]) -> int:
@@ -66,7 +78,47 @@ def _be_rank(config: EngineConfig, source: ModelSource, topology: Topology, plac
 
 
 def _be_front_end(config: EngineConfig, source: ModelSource, topology: Topology, place: Place) -> int:
-    raise SystemExit("not wired yet")
+    from engine.frontend.serve import open_listener, run
+    from engine.frontend.table import show_ready
+    from engine.frontend.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.of_source(source)
+        listener = open_listener(config.host, config.port)
+    except ValueError as error:
+        print(f"server.py: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+    if place.role == "front end":
+        return _say(run(config, source, tokenizer, front_socket(place), listener, on_ready=show_ready))
+    folder = RunFolder.create()
+    children: Children | None = None
+    try:
+        children = start_ranks(
+            [sys.executable, *sys.argv], topology.world_size, folder.path, threads=config.threads_per_rank
+        )
+        assert children.front is not None
+        watch = functools.partial(_first_exit, children)
+        fatal = run(config, source, tokenizer, children.front, listener, on_ready=show_ready, watch=watch)
+    finally:
+        if children is not None:
+            children.terminate(LEAVE_S)
+        folder.remove()
+    return _say(fatal)
+
+
+async def _first_exit(children: Children) -> Fatal:
+    """Returns when a rank has ended, a moment later, so that the leader's own word of why comes first."""
+    while not (exits := children.exits()):
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(WORD_S)
+    return Fatal(exit_code=ExitCode.RANK_LOST, message=str(exits[0]))
+
+
+def _say(fatal: Fatal) -> int:
+    """The line that says why is the last one printed."""
+    if fatal.exit_code != ExitCode.DRAINED:
+        print(f"server.py: {fatal.message}", file=sys.stderr, flush=True)
+    return fatal.exit_code
 
 
 if __name__ == "__main__":

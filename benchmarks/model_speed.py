@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -81,6 +82,7 @@ class Theirs:
     def __init__(self, source: ModelSource, weights: StageWeights, dtype: torch.dtype, attention: str) -> None:
         self.name = f"transformers {attention}"
         self.model = reference_model(source, weights, dtype, attention)
+        self.caches: dict[int, Any] = {}
 
     def prefill(self, ids: list[int]) -> None:
         """One prompt from an empty cache, logits of its last row only."""
@@ -88,12 +90,17 @@ class Theirs:
 
     def decode(self, prompts: list[list[int]], steps: int) -> float:
         """Seconds of one decode step of all prompts."""
-        cache = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1).past_key_values
+        if len(prompts) not in self.caches:
+            filled = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+            self.caches[len(prompts)] = filled.past_key_values
+        cache = self.caches[len(prompts)]
         began = time.perf_counter()
         for _ in range(steps):
             ids = torch.full((len(prompts), 1), 7)
-            self.model(ids, past_key_values=cache, use_cache=True).logits.argmax(-1).tolist()
-        return (time.perf_counter() - began) / steps
+            self.model(ids, cache=cache, use_cache=True).logits.argmax(-1).tolist()
+        seconds = time.perf_counter() - began
+        cache.crop(CONTEXT)
+        return seconds / steps
 
 
 def reference_model(

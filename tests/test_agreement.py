@@ -57,7 +57,9 @@ def test_everyone_leaves_with_the_same_list():
     values = [{"a": 1}, [1, "zwei"], None, 2**63 - 1]
     agreements = star(4)
     for phase in ("first", "second", "first"):
-        results = together(agreements, lambda agreement, rank, phase=phase: agreement.gather(phase, values[rank]))
+        results = together(
+            agreements, lambda agreement, rank, phase=phase: agreement.gather(phase, values[rank])
+        )
         assert results == [values] * 4
 
 
@@ -109,7 +111,9 @@ def test_the_first_problem_refuses_everyone():
 
 
 def test_ranks_in_different_phases_are_refused():
-    results = together(star(3), lambda agreement, rank: agreement.vote("pools" if rank == 2 else "weights", None))
+    results = together(
+        star(3), lambda agreement, rank: agreement.vote("pools" if rank == 2 else "weights", None)
+    )
     assert {(type(result), str(result)) for result in results} == {
         (Refused, "rank 0 starts with 'weights', rank 2 with 'pools'")
     }

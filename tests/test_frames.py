@@ -156,7 +156,7 @@ def test_a_body_beyond_the_limit_is_a_programmers_error():
 
 
 def test_frames_need_no_torch():
-    modules = "frames handshake links run_folder rendezvous agreement memory launch".split()
+    modules = ["frames", "handshake", "links", "run_folder", "rendezvous", "agreement", "memory", "launch"]
     program = "import sys\n" + "".join(f"import engine.distributed.{name}\n" for name in modules)
     program += "assert 'torch' not in sys.modules and 'pickle' not in dir(sys.modules['engine'])"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=dict(os.environ))

@@ -109,7 +109,9 @@ def test_every_field_of_an_answer_is_under_the_proof(field):
         hello(b"\xc1"),
         hello(b"\x80\x04."),
         hello(msgspec.msgpack.encode({"rank": 2, "purpose": "log"})),
-        hello(msgspec.msgpack.encode({"rank": "2", "purpose": "log", "epoch": 1, "nonce": b"", "proof": b""})),
+        hello(
+            msgspec.msgpack.encode({"rank": "2", "purpose": "log", "epoch": 1, "nonce": b"", "proof": b""})
+        ),
     ],
 )
 def test_anything_but_a_hello_is_turned_away(frame):

@@ -18,6 +18,7 @@ from engine.distributed.launch import (
     ExitCode,
     Place,
     read_place,
+    read_secret,
     start_front_end,
     start_ranks,
     threads_per_rank,
@@ -38,8 +39,7 @@ hold_lifeline(place)
 REPORTS = """
 told = {"argv": sys.argv[1:], "environment": dict(os.environ), "group": os.getpgid(0), "pid": os.getpid(),
         "role": place.role, "rank": place.rank, "world_size": place.world_size, "torchrun": place.torchrun}
-Path(place.run_folder, f"{place.role} {place.rank}.json.new").write_text(json.dumps(told))
-os.rename(f"{place.run_folder}/{place.role} {place.rank}.json.new", f"{place.run_folder}/{place.role} {place.rank}.json")
+Path(place.run_folder or sys.argv[-1], f"{place.role} {place.rank}.json").write_text(json.dumps(told))
 if place.front_fd is not None:
     front = front_socket(place)
     front.sendall(front.recv(100)[::-1])
@@ -201,7 +201,7 @@ signal.pause()
 def test_a_front_end_of_torchruns_leader(tmp_path, children, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("RANK", "0")
-    front_end = start_front_end(program(REPORTS), tmp_path)
+    front_end = start_front_end([*program(REPORTS), str(tmp_path)])
     children.append(front_end)
     front_end.front.sendall(b"hello")
     assert front_end.front.recv(100) == b"olleh"
@@ -251,7 +251,10 @@ def test_torchruns_ranks_know_their_place():
         ({"WORLD_SIZE": ""}, "WORLD_SIZE absent: allowed is a whole number"),
         ({"RANK": "4"}, "RANK 4: allowed is 0 to 3"),
         ({"LOCKSTEP_ROLE": "king"}, "LOCKSTEP_ROLE king: allowed are rank and front end"),
-        ({"LOCKSTEP_ROLE": "rank", "LOCKSTEP_LIFELINE": "1000000"}, "LOCKSTEP_LIFELINE 1000000: is no inherited"),
+        (
+            {"LOCKSTEP_ROLE": "rank", "LOCKSTEP_LIFELINE": "1000000"},
+            "LOCKSTEP_LIFELINE 1000000: is no inherited",
+        ),
         ({"LOCKSTEP_ROLE": "rank", "LOCKSTEP_FRONT": "-1"}, "LOCKSTEP_FRONT -1: allowed is a whole number"),
     ],
 )
@@ -268,6 +271,19 @@ def test_a_socket_is_no_lifeline():
     assert read_place(environment | {"LOCKSTEP_FRONT": str(ours.fileno())}).front_fd == ours.fileno()
     ours.close()
     theirs.close()
+
+
+def test_the_shared_secret_comes_from_the_environment_or_a_file(tmp_path):
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    assert read_secret({"LOCKSTEP_SECRET_FILE": str(tmp_path / "secret")}) == b"0123456789abcdef"
+    assert read_secret({"LOCKSTEP_SECRET": "0123456789abcdefg"}) == b"0123456789abcdefg"
+    with pytest.raises(ValueError, match="LOCKSTEP_SECRET: has 0 bytes; .* at least 16"):
+        read_secret({})
+    with pytest.raises(ValueError) as raised:
+        read_secret({"LOCKSTEP_SECRET": "hunter2"})
+    assert "hunter2" not in str(raised.value)
+    with pytest.raises(ValueError, match="LOCKSTEP_SECRET_FILE .*none: cannot be read"):
+        read_secret({"LOCKSTEP_SECRET_FILE": str(tmp_path / "none")})
 
 
 # ---- threads ------------------------------------------------------------------------------------

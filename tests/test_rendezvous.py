@@ -195,6 +195,22 @@ def test_strangers_get_nothing_and_disturb_nobody(tmp_path):
     close(all_links)
 
 
+def test_a_stranger_who_says_nothing_is_shown_out_in_time(monkeypatch):
+    monkeypatch.setattr("engine.distributed.rendezvous.HANDSHAKE_S", 0.2)
+    store = DictStore()
+    with ThreadPoolExecutor() as pool:
+        leader = pool.submit(establish, topology(0, 2), "127.0.0.1", store, SECRET, timeout_s=2)
+        while not store.check(["links/0/0"]):
+            time.sleep(0.01)
+        port = int(store.get("links/0/0").decode().rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+            assert b"LKST" in stranger.recv(1000)
+            assert stranger.recv(1000) == b""
+        assert not leader.done()
+        with pytest.raises(RanksMissing, match="turned away: no end of the handshake"):
+            leader.result()
+
+
 def test_tcp_listens_on_the_one_address_it_was_given():
     # sglang#21435 again: ports bound to every interface.
     listener, address = listen("127.0.0.1", 3)
@@ -286,5 +302,5 @@ def test_a_link_in_place_of_a_run_folder_is_refused(folder, tmp_path):
 
 
 def test_a_parent_with_too_long_a_path_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="TMPDIR .* shorter path"):
+    with pytest.raises(ValueError, match=r"TMPDIR .* shorter path"):
         RunFolder.create(tmp_path / ("x" * 90))

@@ -184,7 +184,9 @@ class Agreement:
             raise RankLost(failure.line) if failure.lost else Refused(failure.line)
 
     def _rank_of(self, link: Speaker) -> int:
-        return next(rank for rank, known in self._links.items() if known is link)
+        ranks = [rank for rank, known in self._links.items() if known is link]
+        assert ranks, f"{link} is no log link of rank {self._rank}"
+        return ranks[0]
 
 
 def first_difference(tables: list[dict[str, Any]]) -> str | None:

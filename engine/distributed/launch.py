@@ -26,6 +26,7 @@ from typing import Literal, NoReturn
 
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 KILL_WAIT_S = 5.0
+SECRET_BYTES_MIN = 16
 STALE = (
     "RANK",
     "LOCAL_RANK",
@@ -112,6 +113,24 @@ def read_place(environment: Mapping[str, str]) -> Place:
         front_fd=_descriptor(environment, "LOCKSTEP_FRONT", stat.S_ISSOCK) if ours else None,
         dies_with_parent=ours is None or environment.get("LOCKSTEP_DIES_WITH_PARENT") == "1",
     )
+
+
+def read_secret(environment: Mapping[str, str]) -> bytes:
+    """The secret by which ranks on several machines know each other: LOCKSTEP_SECRET, or what the file that
+    LOCKSTEP_SECRET_FILE names contains, less blanks around it. Raises ValueError, one line, never showing it."""
+    text, path = environment.get("LOCKSTEP_SECRET", ""), environment.get("LOCKSTEP_SECRET_FILE")
+    if path is not None:
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"LOCKSTEP_SECRET_FILE {path}: cannot be read ({error})") from None
+    secret = text.strip().encode()
+    if len(secret) < SECRET_BYTES_MIN:
+        raise ValueError(
+            f"LOCKSTEP_SECRET: has {len(secret)} bytes; ranks on several machines share one of "
+            f"at least {SECRET_BYTES_MIN}"
+        )
+    return secret
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -269,13 +288,12 @@ def start_ranks(
     return children
 
 
-def start_front_end(command: Sequence[str], run_folder: Path) -> Children:
+def start_front_end(command: Sequence[str]) -> Children:
     """Start the front end as a child of the leader, under torchrun; `Children.front` is the leader's end."""
     children = Children()
     children.front, fronts_end = _socketpair()
-    variables = {"LOCKSTEP_ROLE": "front end", "LOCKSTEP_RUN_FOLDER": str(run_folder)}
     try:
-        children.start("front end", command, variables, fronts_end)
+        children.start("front end", command, {"LOCKSTEP_ROLE": "front end"}, fronts_end)
     except BaseException:
         children.terminate(0)
         raise

@@ -81,6 +81,7 @@ class Link:
 
         What the kernel takes at once is gone when this returns; the rest waits, uncopied, so nobody may write to
         the buffers afterwards. Views are of single bytes. Sending on a failed link does nothing: `poll` tells.
+        Not for signal handlers, which may interrupt a send half done.
         """
         header = encode_header(kind, *buffers, epoch=epoch, step=step, digest=digest)
         parts = [memoryview(header), *(memoryview(buffer) for buffer in buffers if len(buffer))]

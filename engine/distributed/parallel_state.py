@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from engine.distributed.launch import Place
+from engine.distributed.run_folder import store_path
 from engine.topology import Topology
 
 TIMEOUT_S = 60.0
@@ -122,7 +123,7 @@ def open_store(place: Place, *, timeout_s: float = TIMEOUT_S) -> Store | None:
     if place.world_size == 1 and not place.torchrun:
         return None
     if place.run_folder is not None:
-        store: Store = FileStore(str(place.run_folder / "store"), place.world_size)
+        store: Store = FileStore(str(store_path(place.run_folder)), place.world_size)
     else:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise ValueError(

@@ -97,9 +97,7 @@ class HiddenIn:
         try:
             frame = self._frames.get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError(
-                f"hidden states for step {step} did not come within {timeout_s:g} s"
-            ) from None
+            raise TimeoutError(f"hidden states for step {step} did not come within {timeout_s:g} s") from None
         if isinstance(frame, str):
             self._frames.put(frame)
             raise PipeClosed(frame)

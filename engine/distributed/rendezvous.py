@@ -24,7 +24,7 @@ from engine.distributed import handshake
 from engine.distributed.frames import HELLO_BYTES_MAX, Decoder, FrameError, Kind, encode
 from engine.distributed.handshake import NONCE_BYTES, Handshake, HandshakeError, Peer, Purpose
 from engine.distributed.links import Link
-from engine.distributed.run_folder import SOCKET_PATH_BYTES_MAX, RunFolder, check_private
+from engine.distributed.run_folder import SOCKET_PATH_BYTES_MAX, RunFolder, check_private, socket_path
 from engine.topology import Topology
 
 TIMEOUT_S_MAX = 60.0
@@ -117,7 +117,7 @@ def listen(where: Path | str, rank: int) -> tuple[socket.socket, str]:
     """A listening socket and the address under which `dial` finds it: `unix:PATH` or `tcp:HOST:PORT`."""
     if isinstance(where, Path):
         check_private(where)
-        path = where / f"rank{rank}.sock"
+        path = socket_path(where, rank)
         if len(str(path).encode()) > SOCKET_PATH_BYTES_MAX:
             raise ValueError(f"run folder {where}: unix sockets need a shorter path")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

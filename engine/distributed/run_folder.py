@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 PREFIX = "lockstep-"
-SOCKET_PATH_BYTES_MAX = 100
+SOCKET_PATH_BYTES_MAX = 103
 """Unix socket paths have at most 107 bytes on Linux and 103 elsewhere."""
+PARENT_BYTES_MAX = SOCKET_PATH_BYTES_MAX - len("/lockstep-12345678/rank1023")
 UNLOCKED_AGE_S = 60.0
 """A folder without a lock file is somebody's who is just starting, unless it is older than this."""
 
@@ -38,9 +39,9 @@ class RunFolder:
         Raises ValueError when the parent's path is so long that sockets inside could not be named.
         """
         parent = Path(tempfile.gettempdir()) if parent is None else parent
-        if len(os.fsencode(parent)) > SOCKET_PATH_BYTES_MAX - 40:
+        if len(os.fsencode(parent)) > PARENT_BYTES_MAX:
             raise ValueError(
-                f"TMPDIR {parent}: unix sockets need a shorter path; allowed are {SOCKET_PATH_BYTES_MAX - 40} bytes"
+                f"TMPDIR {parent}: unix sockets need a shorter path; allowed are {PARENT_BYTES_MAX} bytes"
             )
         clear_dead(parent)
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -64,15 +65,6 @@ class RunFolder:
         """The 32 random bytes by which the ranks of this service know each other."""
         return (self.path / "secret").read_bytes()
 
-    @property
-    def store_path(self) -> Path:
-        """The file of the file store through which the ranks find each other."""
-        return self.path / "store"
-
-    def socket_path(self, rank: int) -> Path:
-        """Where a rank listens."""
-        return self.path / f"rank{rank}.sock"
-
     def remove(self) -> None:
         """Remove the folder and all in it, if this process made it; twice does no harm."""
         if self._lock_fd is None:
@@ -80,6 +72,16 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock_fd)
         self._lock_fd = None
+
+
+def store_path(folder: Path) -> Path:
+    """The file of the file store through which the ranks find each other."""
+    return folder / "store"
+
+
+def socket_path(folder: Path, rank: int) -> Path:
+    """The unix socket on which a rank listens while ranks meet."""
+    return folder / f"rank{rank}"
 
 
 def check_private(path: Path) -> None:

@@ -23,30 +23,42 @@ GREEDY_BELOW = 1e-5
 DEFAULT_NEW_TOKENS = 128
 _MASK = 2**64 - 1
 
+# What one value may be, on every route.
+NewTokens = Annotated[int, Meta(ge=1)]
+MinTokens = Annotated[int, Meta(ge=0)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(gt=0, le=2)]
+Choices = Annotated[int, Meta(ge=1, le=limits.CHOICES_MAX)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS_MAX)]
+Label = Annotated[str, Meta(max_length=limits.RID_CHARACTERS_MAX)]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """`sampling_params` as a client may send them. None means the default, which the model's makers may have set."""
 
-    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
-    min_new_tokens: Annotated[int, Meta(ge=0)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    max_new_tokens: NewTokens | None = None
+    min_new_tokens: MinTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    repetition_penalty: Repetition | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    n: Annotated[int, Meta(ge=1, le=limits.CHOICES_MAX)] | None = None
-    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Choices | None = None
+    sampling_seed: Seed | None = None
+    seed: Seed | None = None
     logit_bias: dict[int, Bias] | None = None
     # Known to clients, not served here: refused unless they say what would happen anyway.
     spaces_between_special_tokens: bool | None = None

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from engine.frontend import limits
 from engine.frontend.bodies import parse_body
 from engine.frontend.errors import CLIENT_GONE, ApiError
-from engine.frontend.generation import Delta, Generation, Sequence
+from engine.frontend.generation import Delta, Generation
 from engine.frontend.text_threads import TextThreads
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ async def received(
     return await threads.run(parse_body, raw, kind, strict=strict)
 
 
-async def whole(request: Request, generation: Generation) -> tuple[Sequence, ...]:
-    """All sequences of a call, once they have ended. Raises ApiError; closes the call in any case."""
+async def finished(request: Request, generation: Generation) -> None:
+    """Returns once all sequences of a call have ended. Raises ApiError; closes the call in any case."""
     try:
-        return await _while_connected(request, generation.finished())
+        await _while_connected(request, generation.finish())
     finally:
         generation.close()
 

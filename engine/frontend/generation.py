@@ -157,6 +157,7 @@ class Generation:
 
     def __init__(self, service: Service, sequences: tuple[Sequence, ...]) -> None:
         self.sequences = sequences
+        self.model = service.facts.name
         self._service = service
         self._by_id = {sequence.request_id: sequence for sequence in sequences}
         self._inbox = service.link.submit(service.request(sequence) for sequence in sequences)
@@ -183,11 +184,10 @@ class Generation:
                     self._service.link.finish(request_id, len(sequence.output_ids), sequence.stop_string)
         return deltas
 
-    async def finished(self) -> tuple[Sequence, ...]:
-        """All sequences, once all have ended. Raises ApiError."""
+    async def finish(self) -> None:
+        """Returns once every sequence has ended. Raises ApiError."""
         while not self.done:
             await self.next()
-        return self.sequences
 
     def abort(self) -> None:
         """Ask for the end of what still runs; whoever reads this call learns it from `next`."""

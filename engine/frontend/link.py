@@ -152,6 +152,10 @@ class EngineLink:
         finally:
             del self._controls[control_id]
 
+    def drain(self) -> None:
+        """Ask the service to finish what runs and to end; its answer is the end of the link."""
+        self._send(Control(action="drain", control_id=next(self._control_ids)))
+
     def fail(self, fatal: Fatal) -> None:
         """The service is over: every live request and waiting control fails now. The first reason given stays."""
         if self.ended.done():

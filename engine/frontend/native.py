@@ -16,7 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.frontend import answers, limits
-from engine.frontend.admission import Names, SamplingFields, check_prompt, choice_seed, complete, stop_strings
+from engine.frontend.admission import (
+    Label,
+    Names,
+    SamplingFields,
+    TopLogprobs,
+    check_prompt,
+    choice_seed,
+    complete,
+    stop_strings,
+)
 from engine.frontend.detokenizer import StopStrings
 from engine.frontend.errors import invalid
 from engine.frontend.generation import Ask, Delta, Sequence, Service
@@ -26,7 +35,6 @@ from engine.types import FinishReason, SamplingParams, TokenLogprob
 Value = TypeVar("Value")
 Rid = Annotated[str, Meta(min_length=1, max_length=limits.RID_CHARACTERS_MAX)]
 LogprobStart = Annotated[int, Meta(ge=-1)]
-TopLogprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS_MAX)]
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -41,8 +49,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     logprob_start_len: LogprobStart | list[LogprobStart] | None = None
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     return_text_in_logprobs: bool | None = None
-    extra_key: Annotated[str, Meta(max_length=limits.RID_CHARACTERS_MAX)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=limits.RID_CHARACTERS_MAX)] | None = None
+    extra_key: Label | None = None
+    cache_salt: Label | None = None
     # Known to SGLang, not served here.
     input_embeds: Any = None
     image_data: Any = None
@@ -81,8 +89,8 @@ async def generate(service: Service, request: Request) -> Response:
     shape = _NativeShape(service.tokenizer, indexed=not one, texts=bool(body.return_text_in_logprobs))
     if body.stream:
         return await answers.stream(request, generation, shape)
-    sequences = await answers.whole(request, generation)
-    shown = [shape.answer(sequence) for sequence in sequences]
+    await answers.finished(request, generation)
+    shown = [shape.answer(sequence) for sequence in generation.sequences]
     return answers.json_answer(shown[0] if one else shown)
 
 

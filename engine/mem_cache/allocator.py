@@ -43,7 +43,7 @@ class PageAllocator:
             assert self.references[page] == 0, f"page {page} given out with {self.references[page]} holders"
             self.references[page] = 1
         if pages:
-            self._events.note(_GIVEN, count, pages[0], pages[-1])
+            self._events.note(_GIVEN, count, *pages)
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:

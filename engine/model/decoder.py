@@ -7,11 +7,11 @@ Owns no weights of other stages, no cache (the pool is given) and no request. Wh
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from engine.mem_cache.pool.device import DeviceKVPool
 from engine.model.batch import Batch
-from engine.model.layers import Rotary, attention, feed_forward, rms_norm
+from engine.model.layers import Rotary, attention, feed_forward, linear, rms_norm
 from engine.model.spec import ModelSpec
 from engine.model.weights import StageWeights
 

@@ -9,13 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from engine.mem_cache.pool.device import DeviceKVPool
 from engine.model.attention import paged_attention
 from engine.model.batch import Batch
 from engine.model.spec import ModelSpec
 from engine.model.weights import LayerWeights
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, inputs] times weight [outputs, inputs] transposed, plus bias.
+
+    On CPUs in float32 it goes to oneDNN, which torch itself uses for bfloat16 but not here: 1.3 to 3 times faster than
+    the product that torch chooses (MKL's) for every number of rows tried, on a processor with AVX512.
+    """
+    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

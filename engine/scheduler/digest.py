@@ -22,12 +22,7 @@ class Accumulator:
         self._noted: list[int] = []
 
     def note(self, *numbers: int) -> None:
-        """Add one event, given as signed 64-bit numbers."""
-        self._noted += numbers
-
-    def note_all(self, numbers: list[int]) -> None:
-        """Add one event of any length; the length is part of it."""
-        self._noted.append(len(numbers))
+        """Add one event, given as signed 64-bit numbers: its kind first, and a length before what varies."""
         self._noted += numbers
 
     def fold(self) -> int:

@@ -12,7 +12,6 @@ It owns the sequences and the books (allocator, radix cache). It never moves a b
 from __future__ import annotations
 
 import bisect
-import zlib
 from collections import deque
 
 from engine.mem_cache.allocator import PageAllocator
@@ -42,6 +41,7 @@ STATE_FIELDS = (
     "retractions", "evictions", "finished", "allocator events", "tree events", "rows",
 )  # fmt: skip
 """Names of the state vector's numbers, causes before effects: the first that differs is what parted first."""
+_RETIRED, _FINISH, _ARRIVAL, _ABORT, _CONTROL = range(1, 6)
 
 
 class Scheduler:
@@ -124,7 +124,11 @@ class Scheduler:
         assert self.in_flight, f"step {retired.step} retired, but none is in flight"
         step, rows = self.in_flight.popleft()
         assert step == retired.step, f"step {retired.step} retired, but the oldest in flight is {step}"
-        self._inputs.note_all([step, *retired.tokens])
+        self._inputs.note(_RETIRED, step, len(retired.tokens), *retired.tokens)
+        samples_count = sum(samples for _, samples in rows)
+        assert len(retired.tokens) == samples_count, (
+            f"step {step} brought {len(retired.tokens)} tokens, but {samples_count} of its spans sample"
+        )
         tokens = iter(retired.tokens)
         for sequence, samples in rows:
             sequence.in_flight -= 1
@@ -135,23 +139,20 @@ class Scheduler:
                     self._release(sequence)
             elif token is not None:
                 self._take_token(sequence, token)
-        assert next(tokens, None) is None, (
-            f"step {step} brought more tokens than its {len(rows)} spans sample"
-        )
         self.allocator.retire(step)
 
     def _take_token(self, sequence: Sequence, token: int) -> None:
         sequence.append(token)
         self._tell(sequence, tokens=(token,))
         sampling = sequence.request.sampling
-        if token in sampling.stop_token_ids and sequence.generated >= sampling.min_new_tokens:
+        if token in sampling.stop_token_ids:  # The sampler never chooses one before `min_new_tokens`.
             self._end(sequence, FinishReason(type="stop", matched=token))
         elif sequence.generated >= sampling.max_new_tokens:
             self._end(sequence, FinishReason(type="length"))
 
     def _finish(self, finish: Finish) -> None:
         """A stop string was found in the text: the tokens after `kept_tokens` never were."""
-        self._inputs.note(1, finish.request_id, finish.kept_tokens)
+        self._inputs.note(_FINISH, finish.request_id, finish.kept_tokens)
         sequence = self.live.get(finish.request_id)
         if sequence is not None:
             self._end(sequence, FinishReason(type="stop", matched=finish.matched))
@@ -162,7 +163,7 @@ class Scheduler:
         assert not problem, f"request {request.request_id} passed the door, but {problem}"
         assert request.request_id not in self.live, f"request {request.request_id} arrived twice"
         sequence = Sequence(request, self.arrived)
-        self._inputs.note(2, request.request_id, sequence.prompt_length, zlib.crc32(sequence.key))
+        self._inputs.note(_ARRIVAL, *sequence.facts())
         self.live[request.request_id] = sequence
         if sequence.generated >= request.sampling.max_new_tokens:
             self._end(sequence, FinishReason(type="length"))
@@ -170,7 +171,7 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def _abort(self, abort: Abort) -> None:
-        self._inputs.note(3, abort.request_id, abort.status)
+        self._inputs.note(_ABORT, abort.request_id, abort.status)
         sequence = self.live.get(abort.request_id)
         if sequence is not None:
             self._end(sequence, FinishReason(type="abort", message=abort.message, status=abort.status))
@@ -180,7 +181,7 @@ class Scheduler:
     ) -> tuple[tuple[Control, ...], tuple[ControlResult, ...]]:
         done, failed = [], []
         for control in controls:
-            self._inputs.note(4, control.control_id)
+            self._inputs.note(_CONTROL, control.control_id, int(control.action == "flush"))
             if control.action == "flush":
                 busy = len(self.live) + len(self.in_flight)
                 if busy:
@@ -272,15 +273,19 @@ class Scheduler:
 
     def _plan_admissions(self, rows: list[tuple[Sequence, Span]], room: int) -> None:
         """Let waiting sequences run while there is room for their rows, their pages and themselves."""
+        slots = self.capacity.max_running_requests - len(self.running)
+        if room <= 0 or slots <= 0:
+            return
         size = self.capacity.page_size
         for sequence in list(policy.waiting_order(self.waiting, self._policy, self.cache, size)):
-            if room <= 0 or len(self.running) >= self.capacity.max_running_requests:
-                return
             admitted = self._admit(sequence)
             if admitted is None:
                 return
             if admitted:
                 room -= self._add(rows, sequence, room)
+                slots -= 1
+                if room <= 0 or slots == 0:
+                    return
 
     def _add(self, rows: list[tuple[Sequence, Span]], sequence: Sequence, count_max: int) -> int:
         """Plan up to `count_max` rows of a sequence, if there are pages for them. Returns how many."""
@@ -298,12 +303,18 @@ class Scheduler:
         """Let a waiting sequence run. False: worth a step's wait. None: no room, so nobody behind it either."""
         size = self.capacity.page_size
         key, pages_max = bytes(sequence.key), sequence.cache_pages_max(size)
-        found = self.cache.peek(sequence.salt, key, pages_max)
-        if found.pages and found.filled_step == self.step:
-            return False  # This very plan fills pages of its prefix; a step later they can be read.
+        found = self.cache.peek(sequence.salt, key, pages_max, self.step)
+        if found.fresh_pages:
+            # This very plan fills pages of its prefix; a step later they can be read. That is worth one wait, not
+            # more: another's answer that happens to spell this prompt would hold it up token by token.
+            if not sequence.deferred:
+                sequence.deferred = True
+                return False
+            pages_max = found.pages - found.fresh_pages
+            found = self.cache.peek(sequence.salt, key, pages_max, self.step)
         need = policy.pages_for(len(sequence.ids), size) - found.pages
         room = self.allocator.available + self.cache.pages_unlocked - found.evictable_pages
-        if need + policy.committed_pages(self.running, size) > room and (self.running or self.ended):
+        if need + policy.committed_pages(self.running, self.capacity) > room and (self.running or self.ended):
             return None
         for other in self.waiting:
             if other.number >= sequence.number:
@@ -315,7 +326,7 @@ class Scheduler:
         sequence.node, sequence.pages, sequence.in_tree = node, pages, len(pages)
         sequence.computed = len(pages) * size
         if sequence.cached_tokens < 0:
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_length)
         self.waiting.remove(sequence)
         sequence.state = State.RUNNING
         bisect.insort(self.running, sequence, key=lambda s: s.number)

@@ -15,6 +15,7 @@ Only the scheduler changes a sequence. A sequence holds every page of its table 
 from __future__ import annotations
 
 import enum
+import zlib
 
 from engine.mem_cache.radix_cache import Node, pack
 from engine.scheduler.digest import random_bits
@@ -35,6 +36,7 @@ class Sequence:
     __slots__ = (
         "cached_tokens",
         "computed",
+        "deferred",
         "ids",
         "in_flight",
         "in_tree",
@@ -69,6 +71,7 @@ class Sequence:
         self.cached_tokens = -1
         self.retractions = 0
         self.overtaken = 0
+        self.deferred = False
         sampling = request.sampling
         wants_prompt = sampling.return_logprob and sampling.logprob_start >= 0
         self.logprob_next = max(sampling.logprob_start, 1) if wants_prompt else self.prompt_length
@@ -87,6 +90,14 @@ class Sequence:
     def rows_max(self) -> int:
         """The rows this sequence can have at most: the last id of an answer is never computed."""
         return self.prompt_length + self.request.sampling.max_new_tokens - 1
+
+    def facts(self) -> tuple[int, ...]:
+        """Everything of the request that decides anything in the scheduler, for the digest."""
+        sampling = self.request.sampling
+        ids = self.prompt_length, len(self.ids), zlib.crc32(self.key), zlib.crc32(self.salt)
+        limits = sampling.max_new_tokens, sampling.min_new_tokens, self.logprob_next
+        stops = len(sampling.stop_token_ids), *sampling.stop_token_ids
+        return self.request.request_id, *ids, *limits, *stops
 
     def append(self, token_id: int) -> None:
         """Take a sampled token."""

@@ -1,27 +1,26 @@
-"""The simulated cluster. Faked: the wire (entries arrive late), the model (shadow memory), the time.
+"""The simulated cluster: the real sequencer and replicas; the wire, the pipeline, the clients and the time are faked.
 
-Shadow memory: a page holds, per offset, the id that was written there last together with a hash of everything
-before it. Each rank has its own. A span writes its rows, then reads every row before its end through its page table:
-the chain must spell exactly the ids of its own sequence, so a page that was freed too early, repointed wrongly or
-never filled is seen at once. The next token is a hash of what was read, so the right output is a pure function of the
-prompt and can be computed without any cache.
+Entries reach the ranks late, ranks work late, reports come late, all as the seed says. After every entry all plans
+and digests are compared, the books are counted again, and pages in use are watched; what every client gets is
+compared with what it must get. Then faults stop, and everything must end within a bound.
 """
 
 from __future__ import annotations
 
-import random
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 import msgspec
 
-from engine.scheduler.digest import hash64
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequencer import Sequencer
+from engine.scheduler import policy
+from engine.scheduler.scheduler import STATE_FIELDS, Scheduler
+from engine.scheduler.sequencer import DRAIN_MESSAGE, LAG_STEPS_MAX, Sequencer
 from engine.types import (
     Abort,
-    Capacity,
     Control,
+    Emission,
     Entry,
     Finish,
     FinishedStep,
@@ -29,319 +28,324 @@ from engine.types import (
     Plan,
     Report,
     Request,
-    SamplingParams,
-    Span,
 )
+from tests.sim.draws import World, draw_requests, draw_world
+from tests.sim.model import Pins, ShadowMemory, Truth, oracle
 from tests.sim.recount import recount
 
-VOCABULARY = 7
-"""Few ids, so that prompts share prefixes by chance and stop tokens come up often."""
+STEPS_PER_ROW = 6
+"""After faults stop: entries that each row still to compute may take, retractions included."""
 
 
-def next_token(chain: int) -> int:
-    """The simulated model: the token after a prefix with this hash."""
-    return chain % VOCABULARY
+class Divergence(AssertionError):
+    """A replica is not what the leader is. Names the step, the rank and the first field that differs."""
 
-
-def extend_chain(chain: int, token_id: int) -> int:
-    """The hash of a prefix made longer by one id."""
-    return hash64(chain.to_bytes(8, "little") + token_id.to_bytes(4, "little"))
-
-
-def oracle(request: Request, salt_chain: int = 0) -> tuple[list[int], FinishReason]:
-    """What a request must answer, computed without cache, pages or batches."""
-    chain = salt_chain
-    for token_id in request.prompt_ids:
-        chain = extend_chain(chain, token_id)
-    output: list[int] = list(request.delivered_ids)
-    for token_id in output:
-        chain = extend_chain(chain, token_id)
-    while True:
-        token = next_token(chain)
-        output.append(token)
-        chain = extend_chain(chain, token)
-        sampling = request.sampling
-        if token in sampling.stop_token_ids and len(output) >= sampling.min_new_tokens:
-            return output, FinishReason(type="stop", matched=token)
-        if len(output) >= sampling.max_new_tokens:
-            return output, FinishReason(type="length")
-
-
-class ShadowModel:
-    """One rank's memory and arithmetic."""
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.cells: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def run(self, plan: Plan, expected: dict[int, list[int]]) -> tuple[int, ...]:
-        """Write and read as a batch does: all rows are written before any is read."""
-        for span in plan.spans:
-            self._write(span)
-        tokens = []
-        for span in plan.spans:
-            chain = self._read(span, expected[span.request_id])
-            if span.sample is not None:
-                tokens.append(next_token(chain))
-        return tuple(tokens)
-
-    def _cell(self, span: Span, position: int) -> tuple[int, int]:
-        return span.pages[position // self.page_size], position % self.page_size
-
-    def _write(self, span: Span) -> None:
-        chain = 0 if span.start == 0 else self.cells[self._cell(span, span.start - 1)][1]
-        for position, token_id in enumerate(span.token_ids, start=span.start):
-            chain = extend_chain(chain, token_id)
-            self.cells[self._cell(span, position)] = (token_id, chain)
-
-    def _read(self, span: Span, ids: list[int]) -> int:
-        chain = 0
-        for position in range(span.end):
-            token_id, seen = self.cells[self._cell(span, position)]
-            chain = extend_chain(chain, token_id)
-            assert token_id == ids[position] and seen == chain, (
-                f"request {span.request_id} reads id {token_id} at position {position} of page "
-                f"{self._cell(span, position)[0]}, its own is {ids[position]}"
-            )
-        return chain
+    def __init__(self, step: int, rank: int, field: str, leader: object, other: object) -> None:
+        super().__init__(f"step {step}: {field} is {leader} on rank 0 and {other} on rank {rank}")
+        self.step, self.rank, self.field = step, rank, field
 
 
 @dataclass
 class Rank:
-    """One simulated process: a replica, its memory, and entries on their way to it."""
+    """One simulated process: a replica, entries on their way to it, and plans it has still to work."""
 
     scheduler: Scheduler
-    model: ShadowModel
-    inbox: deque[tuple[bytes, int]] = field(default_factory=deque)
+    inbox: deque[tuple[bytes, Plan, tuple[int, ...]]] = field(default_factory=deque)
     work: deque[Plan] = field(default_factory=deque)
+    watermark: int = 0
+    reported: int = 0
 
 
 @dataclass
 class Client:
-    """What one request's client has seen."""
+    """What one request's client did and saw."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
-    ending: str = ""
-    stop_at: int = 0
+    aborted: bool = False
+    stop_at: int | None = None
+    cached_tokens: int = 0
+    retractions: int = 0
 
 
 class Cluster:
     """Drives ranks, wire and clients from one seed."""
 
-    def __init__(self, seed: int, *, ranks: int | None = None, capacities: list[Capacity] | None = None) -> None:
-        self.random = random.Random(seed)
-        draw = self.random
-        page_size = draw.choice((1, 2, 4, 16))
-        pages = draw.choice((4, 8, 12, 40, 200)) * (4 if page_size < 4 else 1)
-        self.ranks_count = ranks or draw.randint(1, 5)
-        depth = draw.choice((1, self.ranks_count, self.ranks_count + 1))
-        capacity = Capacity(
-            page_size=page_size,
-            device_pages=pages,
-            max_running_requests=draw.choice((1, 2, 4, 16)),
-            chunk_tokens=max(draw.choice((4, 16, 64, 1000)), page_size),
-            depth=depth,
-            context_length=draw.choice((30, 200)),
-        )
-        self.capacity = capacity
-        policy, caching = draw.choice(("fcfs", "lpm")), draw.random() < 0.9
-        per_rank = capacities or [capacity] * self.ranks_count
+    def __init__(self, seed: int, ticks: int = 150, change: Callable[[World], World] = lambda world: world) -> None:
+        self.random = Random(seed)
+        self.ticks = ticks
+        self.world = world = change(draw_world(self.random, ticks))
         self.ranks = [
-            Rank(Scheduler(c, schedule_policy=policy, cache_prefixes=caching), ShadowModel(page_size)) for c in per_rank
+            Rank(
+                Scheduler(world.capacity, schedule_policy=world.policy, cache_prefixes=world.cache_prefixes)
+            )
+            for _ in range(world.ranks)
         ]
         self.leader = self.ranks[0].scheduler
-        self.sequencer = Sequencer(self.leader, world_size=len(self.ranks), queued_max=draw.choice((3, 50)))
+        self.sequencer = Sequencer(self.leader, world_size=world.ranks, queued_max=world.queued_max)
+        self.memory = ShadowMemory(world.capacity.page_size, world.capacity.device_pages)
+        self.pins = Pins(world.capacity.page_size)
         self.clients: dict[int, Client] = {}
-        self.ids: dict[int, list[int]] = {}
+        self.truths: dict[int, Truth] = {}
         self.prompts: list[tuple[int, ...]] = []
+        self.answers: list[int] = []
+        self.next_id, self.controls_sent = 1, 0
         self.now = 0.0
+        self.lag = world.lag
         self.shut_down = False
-        self.control_id = 0
-        self.abort_rate = draw.choice((0.0, 0.02, 0.3))
-        self.flush_rate = draw.choice((0.0, 0.02))
-        self.finish_rate = draw.choice((0.0, 0.05))
-        self.lag = draw.choice((0.1, 0.5, 0.9))
-        self.refused = 0
-        self.digests: dict[int, int] = {}
+        self.seen: Counter[str] = Counter()
+        self.before_apply: Callable[[int, Scheduler, Entry], Entry] = lambda rank, scheduler, entry: entry
 
     # ---- clients ----
 
     def arrive(self) -> None:
-        """A client asks for something, often with a prefix that was asked for before."""
-        draw = self.random
-        prompt: tuple[int, ...] = ()
-        if self.prompts and draw.random() < 0.7:
-            known = draw.choice(self.prompts)
-            prompt = known[: draw.randint(0, len(known))]
-        prompt += tuple(draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 2, 15, 16, 17, 33))))
-        delivered = tuple(draw.randrange(VOCABULARY) for _ in range(draw.choice((0, 0, 0, 3))))
-        sampling = SamplingParams(
-            max_new_tokens=len(delivered) + draw.choice((1, 2, 5, 40)),
-            min_new_tokens=draw.choice((0, 0, 3)),
-            stop_token_ids=draw.choice(((), (3,), (1, 5))),
-            return_logprob=draw.random() < 0.1,
-            logprob_start=draw.choice((-1, 0, 5)),
-        )
-        count = draw.choice((1, 1, 1, 4))
-        first = len(self.clients) + self.refused + 1
-        requests = tuple(
-            Request(request_id=first + i, rid="r", prompt_ids=prompt, delivered_ids=delivered, sampling=sampling)
-            for i in range(count)
-        )
+        requests = draw_requests(self.random, self.world, self.next_id, self.prompts)
+        self.next_id += len(requests)
         refused = self.sequencer.submit(requests)
+        fits = not any(policy.does_not_fit(request, self.world.capacity) for request in requests)
         if refused is not None:
-            self.refused += count
+            self.seen[f"refused {refused.status}"] += 1
+            assert (refused.status == 400) == (not fits)
+            assert refused.request_ids == tuple(request.request_id for request in requests)
             return
-        self.prompts.append(prompt)
+        assert fits and not self.sequencer.draining
+        self.prompts.append(requests[0].prompt_ids)
         for request in requests:
             self.clients[request.request_id] = Client(request)
-            self.ids[request.request_id] = [*prompt, *delivered]
+            self.truths[request.request_id] = Truth(request)
+        if self.random.random() < self.world.abort_new_rate:
+            self.abort(self.clients[self.random.choice(requests).request_id])
+
+    def abort(self, client: Client) -> None:
+        client.aborted = client.aborted or client.finish is None
+        self.sequencer.abort(Abort(request_id=client.request.request_id, message="client left"))
 
     def disturb(self) -> None:
-        """Aborts, stop strings and flushes at any moment, for live and for ended requests."""
-        draw = self.random
-        if self.clients and draw.random() < self.abort_rate:
+        """Aborts, stop strings and flushes at any moment, for live, ended and unknown requests."""
+        draw, world = self.random, self.world
+        recent = list(self.clients.values())[-20:]
+        if recent and draw.random() < world.abort_rate:
             for _ in range(draw.choice((1, 1, 8))):
-                client = draw.choice(list(self.clients.values())[-20:])
-                if client.finish is None and not client.ending:
-                    client.ending = "abort"
-                self.sequencer.abort(Abort(request_id=client.request.request_id, message="client left"))
-        if self.clients and draw.random() < self.finish_rate:
-            client = draw.choice(list(self.clients.values())[-20:])
-            if client.finish is None and not client.ending and client.tokens:
-                client.ending, client.stop_at = "finish", len(client.tokens)
-                self.sequencer.finish(
-                    Finish(request_id=client.request.request_id, kept_tokens=client.stop_at, matched="x")
-                )
-        if draw.random() < self.flush_rate:
-            self.control_id += 1
-            self.sequencer.control(Control(action="flush", control_id=self.control_id))
+                self.abort(draw.choice(recent))
+            self.sequencer.abort(Abort(request_id=10**9, message="nobody"))
+        live = [client for client in self.clients.values() if client.finish is None]
+        if draw.random() < world.storm_rate:
+            self.seen["storms"] += 1
+            for client in draw.sample(live, draw.randint(len(live) // 2, len(live))):
+                self.abort(client)
+        for client in live:
+            missing = client.request.sampling.max_new_tokens - self.generated(client)
+            if missing == 1 and draw.random() < world.abort_last_rate:
+                self.abort(client)
+        if recent and draw.random() < world.finish_rate:
+            client = draw.choice(recent)
+            if client.tokens:
+                if client.finish is None and client.stop_at is None:
+                    client.stop_at = self.generated(client)
+                stop = Finish(request_id=client.request.request_id, kept_tokens=client.stop_at or 0, matched="x")
+                self.sequencer.finish(stop)
+        if draw.random() < world.flush_rate:
+            self.control("flush")
+        if world.frozen_from < self.now <= world.frozen_to:
+            self.control("status")  # News without end: only the limit on lag stops the leader now.
+
+    def control(self, action: str) -> None:
+        self.controls_sent += 1
+        self.sequencer.control(Control(action=action, control_id=self.controls_sent))
+
+    def generated(self, client: Client) -> int:
+        return len(client.request.delivered_ids) + len(client.tokens)
 
     # ---- the cluster ----
-
-    def lead(self) -> bool:
-        """The leader makes an entry if one is due, applies it and puts it on every wire."""
-        entry = self.sequencer.next_entry(self.now)
-        if entry is None:
-            return False
-        body = msgspec.msgpack.encode(entry)
-        plan = self._apply(self.ranks[0], msgspec.msgpack.decode(body, type=Entry))
-        self.sequencer.planned(empty=plan.empty)
-        for rank in self.ranks[1:]:
-            rank.inbox.append((body, plan.digest))
-        for emission in plan.emissions:
-            self._deliver(emission)
-        for control in plan.controls:
-            self.shut_down |= control.action == "shutdown"
-        return True
-
-    def _apply(self, rank: Rank, entry: Entry) -> Plan:
-        plan = rank.scheduler.apply(entry)
-        self.check_depth(rank.scheduler)
-        recount(rank.scheduler)
-        rank.work.append(plan)
-        return plan
-
-    def check_depth(self, scheduler: Scheduler) -> None:
-        assert len(scheduler.in_flight) <= self.capacity.depth
-        assert len(scheduler.running) <= self.capacity.max_running_requests
-
-    def _deliver(self, emission) -> None:
-        client = self.clients[emission.request_id]
-        assert client.finish is None, f"request {emission.request_id} hears of itself after its end"
-        delivered = len(client.request.delivered_ids)
-        if emission.tokens:
-            assert emission.first_position == delivered + len(client.tokens), "tokens lost or repeated"
-        client.tokens += emission.tokens
-        self.ids[emission.request_id] += emission.tokens
-        client.finish = emission.finish
 
     def tick(self) -> bool:
         """Everything that can happen happens, or is late. Returns whether anything did."""
         self.now += 1.0
         moved = False
         for index, rank in enumerate(self.ranks):
-            while rank.inbox and self.random.random() > self.lag:
-                body, digest = rank.inbox.popleft()
-                plan = self._apply(rank, msgspec.msgpack.decode(body, type=Entry))
-                assert plan.digest == digest, self.divergence(index)
+            while rank.inbox and self.in_time(index):
+                self.follow(index, rank)
                 moved = True
         for index, rank in enumerate(self.ranks):
             upstream = self.ranks[index - 1].work if index else None
-            while rank.work and self.random.random() > self.lag:
-                plan = rank.work[0]
-                if upstream is not None and upstream and upstream[0].step <= plan.step:
+            while rank.work and self.in_time(index):
+                if upstream and upstream[0].step <= rank.work[0].step:
                     break  # The hidden states of this step are not there yet.
-                rank.work.popleft()
+                self.work(index, rank, rank.work.popleft())
                 moved = True
-                self._work(index, rank, plan)
-        while self.random.random() > self.lag / 2 and self.lead():
+        while not self.shut_down and self.random.random() > self.lag / 2 and self.lead():
             moved = True
         return moved
 
-    def _work(self, index: int, rank: Rank, plan: Plan) -> None:
+    def in_time(self, index: int) -> bool:
+        frozen = self.world.frozen_from < self.now <= self.world.frozen_to
+        return self.random.random() > self.lag and not (frozen and index == self.world.frozen_rank)
+
+    def lead(self) -> bool:
+        """The leader makes an entry if one is due, applies it and puts it on every wire."""
+        entry = self.sequencer.next_entry(self.now)
+        lag = self.leader.step + 1 - min(rank.reported for rank in self.ranks)
+        assert entry is None or lag <= LAG_STEPS_MAX, f"an entry although a rank lags by {lag} steps"
+        if entry is None:
+            self.seen["stopped for a laggard"] += lag > LAG_STEPS_MAX
+            return False
+        plan = self.leader.apply(entry)
+        self.sequencer.planned(empty=plan.empty)
+        self.pins.retire([retired.step for retired in entry.retired])
+        self.pins.plan(plan)
+        recount(self.leader)
+        self.ranks[0].work.append(plan)
+        body = msgspec.msgpack.encode(entry)
+        for rank in self.ranks[1:]:
+            rank.inbox.append((body, plan, self.leader.vector))
+        for emission in plan.emissions:
+            self.deliver(emission)
+        self.answer(plan)
+        self.observe()
+        return True
+
+    def follow(self, index: int, rank: Rank) -> None:
+        """A rank applies an entry and compares itself with the leader before it works."""
+        body, plan, vector = rank.inbox.popleft()
+        entry = msgspec.msgpack.decode(body, type=Entry)
+        mine = rank.scheduler.apply(self.before_apply(index, rank.scheduler, entry))
+        if mine.digest != plan.digest:
+            for name, leader, other in zip(STATE_FIELDS, vector, rank.scheduler.vector, strict=True):
+                if leader != other:
+                    raise Divergence(plan.step, index, name, leader, other)
+            raise Divergence(plan.step, index, "an earlier step", plan.digest, mine.digest)
+        assert mine == plan, f"step {plan.step}: equal digests, but rank {index} plans {mine} and not {plan}"
+        rank.work.append(mine)
+
+    def work(self, index: int, rank: Rank, plan: Plan) -> None:
+        """Do a step's work; the last stage computes and samples. News is reported, else now and then the watermark."""
         finished: tuple[FinishedStep, ...] = ()
-        if plan.spans:
-            tokens = rank.model.run(plan, self.ids)
-            if index == len(self.ranks) - 1:
-                finished = (FinishedStep(step=plan.step, tokens=tokens),)
-        self.sequencer.report(Report(rank=index, watermark=plan.step, finished=finished))
+        if plan.spans and index == len(self.ranks) - 1:
+            finished = (FinishedStep(step=plan.step, tokens=self.memory.run(plan, self.truths)),)
+        rank.watermark = plan.step
+        if finished or rank.watermark - rank.reported >= self.world.report_steps:
+            rank.reported = rank.watermark
+            self.sequencer.report(Report(rank=index, watermark=plan.step, finished=finished))
 
-    def divergence(self, index: int) -> str:
-        """The first field in which a rank parted from the leader."""
-        from engine.scheduler.scheduler import STATE_FIELDS
+    def observe(self) -> None:
+        """Look for what must never be, and count what tests want to have seen."""
+        leader, capacity, seen = self.leader, self.world.capacity, self.seen
+        assert len(leader.in_flight) <= capacity.depth and len(leader.running) <= capacity.max_running_requests
+        patience = capacity.max_running_requests + (policy.OVERTAKEN_MAX if self.world.policy == "lpm" else 0)
+        for sequence in leader.waiting:
+            assert sequence.overtaken <= patience, f"overtaken {sequence.overtaken} times"
+            client = self.clients[sequence.request.request_id]
+            if sequence.retractions > client.retractions:
+                client.retractions = sequence.retractions
+                seen["retracted"] += 1
+                seen["retracted while prefilling"] += sequence.generated == len(client.request.delivered_ids)
+                seen["retracted again"] += sequence.retractions > 1
+                seen["retracted with prompt log probabilities"] += bool(
+                    self.truths[client.request.request_id].positions_wanted()
+                )
+        seen["steps with duplicate pages"] += leader.allocator.pending > 0
 
-        mine, theirs = self.leader.vector, self.ranks[index].scheduler.vector
-        if self.leader.step != self.ranks[index].scheduler.step:
-            return f"rank {index} parted at step {self.ranks[index].scheduler.step}"
-        name = next(f for f, a, b in zip(STATE_FIELDS, mine, theirs, strict=True) if a != b)
-        return f"rank {index} parted at step {self.leader.step} in {name}"
+    def deliver(self, emission: Emission) -> None:
+        client = self.clients[emission.request_id]
+        assert client.finish is None, f"request {emission.request_id} hears of itself after its end"
+        assert emission.tokens or emission.finish is not None
+        first = self.generated(client)
+        if emission.finish is None or emission.tokens:
+            assert emission.first_position == first, "tokens lost or repeated"
+        client.tokens += emission.tokens
+        for token in emission.tokens:
+            self.truths[emission.request_id].append(token)
+        client.finish = emission.finish
+        if first == len(client.request.delivered_ids):
+            client.cached_tokens = emission.cached_tokens
+        assert emission.cached_tokens == client.cached_tokens < len(client.request.prompt_ids) + first
+        assert emission.retractions == client.retractions
 
-    def run(self, ticks: int) -> None:
+    def answer(self, plan: Plan) -> None:
+        """Each control is answered once; a flush is refused exactly while something is under way."""
+        busy = bool(self.leader.live or self.leader.in_flight)
+        for control in plan.controls:
+            self.answers += [control.control_id] if control.control_id else []
+            if control.action == "flush":
+                self.seen["flushed"] += 1
+                assert self.leader.books().available == self.leader.books().capacity
+            if control.action == "shutdown":
+                assert self.sequencer.draining and not busy
+                self.shut_down = True
+        for result in plan.control_failures:
+            self.answers.append(result.control_id)
+            self.seen["flush refused"] += 1
+            assert busy and not result.ok and "not flushed" in result.message
+
+    # ---- a life ----
+
+    def run(self) -> None:
         """Load and faults for a while; then faults stop, and all must end within a bound, with every page back."""
-        for _ in range(ticks):
-            if self.random.random() < 0.3:
+        for tick in range(self.ticks):
+            if self.shut_down:
+                break
+            if self.random.random() < self.world.arrival_rate:
                 self.arrive()
             self.disturb()
+            if tick == self.world.drain_tick:
+                self.seen["drained under load"] += bool(self.leader.live)
+                self.sequencer.drain(self.now + self.world.drain_ticks)
             self.tick()
         self.lag = 0.0
-        idle = 0
-        for _ in range(20_000):
-            moved = self.tick()
-            idle = 0 if moved else idle + 1
-            if idle > 3:
-                break
-        stuck = [i for i, client in self.clients.items() if client.finish is None]
-        assert not stuck, f"requests {stuck} never ended; waiting {len(self.leader.waiting)}, running {len(self.leader.running)}"
+        self.settle()
+        if not self.sequencer.draining:
+            assert not self.leader.live, f"requests {list(self.leader.live)} never ended"
+            self.sequencer.drain(self.now)
+            self.settle()
+        assert self.shut_down, "the shutdown was never logged"
         self.check_end()
-        self.sequencer.drain(self.now)
-        while not self.shut_down:
-            assert self.tick(), "the shutdown was never logged"
+
+    def settle(self) -> None:
+        """Without faults, go on until nothing moves; every row has its share of steps, and no more."""
+        rows = sum(sequence.rows_max for sequence in self.leader.live.values())
+        queued = sum(len(rank.inbox) + len(rank.work) for rank in self.ranks)
+        last = self.leader.step + STEPS_PER_ROW * rows * self.world.capacity.depth + queued + 100
+        still = 0
+        while still < 3:
+            still = 0 if self.tick() or self.now <= self.world.frozen_to else still + 1
+            assert self.leader.step <= last, f"{len(self.leader.live)} requests do not end"
 
     def check_end(self) -> None:
         for client in self.clients.values():
             self.check_client(client)
+        assert sorted(self.answers) == list(range(1, self.controls_sent + 1)), "a control was not answered once"
         for rank in self.ranks:
-            books = rank.scheduler.books()
-            assert books.protected == 0 and not rank.scheduler.in_flight, books
+            recount(rank.scheduler)
+            assert rank.scheduler.books().protected == 0 and not rank.scheduler.in_flight
             assert rank.scheduler.digest == self.leader.digest
+        self.seen["evicted"] = self.leader.cache.pages_evicted
 
     def check_client(self, client: Client) -> None:
-        wanted, reason = oracle(client.request)
-        got = list(client.request.delivered_ids) + client.tokens
-        assert got == wanted[: len(got)], f"request {client.request.request_id} answered {got}, right is {wanted}"
-        assert client.finish is not None
-        if client.finish.type in ("stop", "length") and client.ending != "finish":
-            already = len(client.request.delivered_ids) >= client.request.sampling.max_new_tokens
-            assert already or (got == wanted and client.finish == reason), (got, wanted, client.finish, reason)
-        if client.finish.type == "abort":
-            assert client.ending == "abort"
+        """An end that nobody forced is the oracle's; a forced one comes after a prefix of the oracle's answer."""
+        request, finish = client.request, client.finish
+        wanted, reason = oracle(request)
+        got = [*request.delivered_ids, *client.tokens]
+        name = f"request {request.request_id}"
+        assert got == wanted[: len(got)], f"{name} answered {got}, right is {wanted}"
+        assert finish is not None, f"{name} never ended"
+        self.seen[f"ended by {finish.type}"] += 1
+        truth = self.truths[request.request_id]
+        assert len(set(truth.positions_told)) == len(truth.positions_told), f"{name}: a log probability came twice"
+        if finish.type == "abort":
+            assert client.aborted or finish.message == DRAIN_MESSAGE, f"{name} was aborted by nobody"
+            return
+        if client.tokens:
+            assert sorted(truth.positions_told) == truth.positions_wanted(), f"{name} lacks log probabilities"
+        if finish.matched == "x":
+            self.seen["ended at a stop string"] += 1
+            assert client.stop_at is not None and len(got) >= client.stop_at
+        else:
+            assert got == wanted and finish == reason, f"{name}: {got} {finish}, right is {wanted} {reason}"
 
 
 def run_seed(seed: int, ticks: int = 150) -> Cluster:
     """One whole life of a cluster. Raises AssertionError when anything is not as it must be."""
-    cluster = Cluster(seed)
-    cluster.run(ticks)
+    cluster = Cluster(seed, ticks)
+    cluster.run()
     return cluster

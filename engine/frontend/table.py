@@ -1,0 +1,42 @@
+"""What people see once the service is ready: a line per stage, and where to send requests."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.types import Ready
+
+
+def show_ready(ready: Ready, url: str, console: Console | None = None) -> None:
+    """Print the start-up table to standard error: what each stage holds, and what was agreed."""
+    console = console or Console(stderr=True)
+    table = Table(title=f"{ready.dtype} on {ready.device}, pages of {ready.page_size} tokens")
+    for heading in (
+        "stage",
+        "layers",
+        "bytes per token",
+        "tokens it could hold",
+        "tokens agreed",
+        "memory taken",
+    ):
+        table.add_column(heading, justify="right")
+    for size in ready.stages:
+        table.add_row(
+            f"PP{size.pp_rank} TP{size.tp_rank}",
+            f"{size.layers[0]}-{size.layers[1] - 1} ({size.layers[1] - size.layers[0]})",
+            f"{size.bytes_per_token:,}",
+            f"{size.local_tokens:,}",
+            f"{size.agreed_tokens:,}",
+            f"{_gb(size.weight_bytes)} weights + {_gb(size.pool_bytes)} cache of {size.host_name}",
+        )
+    console.print(table)
+    console.print(
+        f"up to {ready.max_running_requests} requests at once; ready on {url}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 10**9:.2f} GB"
