@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.distributed import parallel_state
 from engine.distributed.agreement import Agreement
 from engine.distributed.frames import Kind
-from engine.distributed.launch import Children, ExitCode, Place, front_socket, start_front_end
+from engine.distributed.launch import Children, ExitCode, Place, front_socket, read_secret, start_front_end
 from engine.distributed.links import Link
 from engine.distributed.rendezvous import RankLinks, establish, share_folder
 from engine.distributed.run_folder import RunFolder
@@ -30,8 +30,6 @@ from engine.stage import Follower, Stage
 from engine.startup import Started, start
 from engine.topology import Topology
 from engine.types import Fatal
-
-SECRET_VARIABLE = "LOCKSTEP_SECRET"
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ def run_rank(
     front: socket.socket | None = None
     if topology.is_leader:
         if place.torchrun:
-            children = start_front_end(command, Path("/"))
+            children = start_front_end(command)
             front = children.front
         else:
             front = front_socket(place)
@@ -113,16 +111,11 @@ def _serve(
 def _meet(config: EngineConfig, topology: Topology, place: Place, store: Store | None) -> _Meeting:
     """On one machine: a private folder of unix sockets. Over machines: one address of each, and a shared secret."""
     if not place.one_machine or config.link_address is not None:
-        secret = os.environ.get(SECRET_VARIABLE, "")
         if config.link_address is None:
             raise ValueError(
                 "--link-address absent: ranks run on several machines, so each needs its own address"
             )
-        if len(secret) < 16:
-            raise ValueError(
-                f"{SECRET_VARIABLE}: with --link-address all ranks need the same secret of 16 characters or more"
-            )
-        return _Meeting(config.link_address, secret.encode(), config.link_address, None)
+        return _Meeting(config.link_address, read_secret(os.environ), config.link_address, None)
     if place.run_folder is not None:
         folder = RunFolder.open(place.run_folder)
         return _Meeting(folder.path, folder.secret, parallel_state.LOOPBACK, None)

@@ -30,6 +30,10 @@ from engine.topology import Topology
 from engine.types import Control, Entry, Fatal, FinishedStep, Plan, Report, StageStatus
 from engine.worker import Done, Failed, Worker
 
+SILENCE_S = 2.0
+"""A rank from which nothing, not even a heartbeat, came for so long is gone."""
+START_SILENCE_S = 30.0
+"""The same while weights load: imports and page faults may hold a process up."""
 WATERMARK_STEPS = 16
 """A rank without other news reports how far it is after so many steps; the leader waits at 64."""
 
@@ -76,7 +80,7 @@ class Stage:
         self.config = config
         self.topology = topology
         self.links = links
-        self.poller = Poller()
+        self.poller = Poller(silence_s=START_SILENCE_S)
         for link in links.all:
             self.poller.add(link)
         self.worker = Worker(topology, links.next, faults, self.poller.wake)
@@ -139,6 +143,7 @@ class Stage:
         for news in self.worker.news():
             if isinstance(news, Started):
                 self.sizes = news
+                self.poller.silence_s = SILENCE_S
                 self.scheduler = Scheduler(
                     news.capacity,
                     schedule_policy=self.config.schedule_policy,

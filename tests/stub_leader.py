@@ -100,7 +100,9 @@ class StubLeader:
         self._draining = False
         self.front, self._socket = socket.socketpair()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._main(),), daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(self._main(),), daemon=True
+        )
 
     @property
     def live(self) -> int:
@@ -160,7 +162,9 @@ class StubLeader:
                 self.submits.append(message)
                 if self.refuse is not None:
                     ids = tuple(request.request_id for request in message.requests)
-                    self._send(Kind.MESSAGE, Refused(request_ids=ids, status=self.refuse[0], message=self.refuse[1]))
+                    self._send(
+                        Kind.MESSAGE, Refused(request_ids=ids, status=self.refuse[0], message=self.refuse[1])
+                    )
                 else:
                     self._waiting.update((request.request_id, request) for request in message.requests)
             case Abort():
@@ -239,16 +243,24 @@ class StubLeader:
         if finish is not None:
             self._end(request.request_id)
         length, wanted = len(request.prompt_ids), sampling.return_logprob
-        prompt = range(max(sampling.logprob_start, 1), length) if sampling.logprob_start >= 0 and first == 0 else ()
+        prompt = (
+            range(max(sampling.logprob_start, 1), length)
+            if sampling.logprob_start >= 0 and first == 0
+            else ()
+        )
         return Emission(
             request_id=request.request_id,
             first_position=first,
             tokens=tuple(tokens),
             cached_tokens=(length - 1) // 16 * 16,
             finish=finish,
-            prompt_logprobs=tuple(_logprob(p, request.prompt_ids[p], sampling.top_logprobs) for p in prompt if wanted),
+            prompt_logprobs=tuple(
+                _logprob(p, request.prompt_ids[p], sampling.top_logprobs) for p in prompt if wanted
+            ),
             output_logprobs=tuple(
-                _logprob(length + first + i, token, sampling.top_logprobs) for i, token in enumerate(tokens) if wanted
+                _logprob(length + first + i, token, sampling.top_logprobs)
+                for i, token in enumerate(tokens)
+                if wanted
             ),
         )
 
@@ -306,7 +318,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def stub_source(*, add_bos: bool = False, words: Sequence[str] = (), template: str | None = CHAT_TEMPLATE) -> ModelSource:
+def stub_source(
+    *, add_bos: bool = False, words: Sequence[str] = (), template: str | None = CHAT_TEMPLATE
+) -> ModelSource:
     """A model that has a tokenizer and a shape, but no weights."""
     spec = ModelSpec(
         architecture="LlamaForCausalLM",

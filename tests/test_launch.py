@@ -277,12 +277,12 @@ def test_the_shared_secret_comes_from_the_environment_or_a_file(tmp_path):
     (tmp_path / "secret").write_text("0123456789abcdef\n")
     assert read_secret({"LOCKSTEP_SECRET_FILE": str(tmp_path / "secret")}) == b"0123456789abcdef"
     assert read_secret({"LOCKSTEP_SECRET": "0123456789abcdefg"}) == b"0123456789abcdefg"
-    with pytest.raises(ValueError, match="LOCKSTEP_SECRET: has 0 bytes; .* at least 16"):
+    with pytest.raises(ValueError, match=r"LOCKSTEP_SECRET: has 0 bytes; .* at least 16"):
         read_secret({})
     with pytest.raises(ValueError) as raised:
         read_secret({"LOCKSTEP_SECRET": "hunter2"})
     assert "hunter2" not in str(raised.value)
-    with pytest.raises(ValueError, match="LOCKSTEP_SECRET_FILE .*none: cannot be read"):
+    with pytest.raises(ValueError, match=r"LOCKSTEP_SECRET_FILE .*none: cannot be read"):
         read_secret({"LOCKSTEP_SECRET_FILE": str(tmp_path / "none")})
 
 

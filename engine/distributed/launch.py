@@ -288,12 +288,15 @@ def start_ranks(
     return children
 
 
-def start_front_end(command: Sequence[str]) -> Children:
+def start_front_end(command: Sequence[str], run_folder: Path | None = None) -> Children:
     """Start the front end as a child of the leader, under torchrun; `Children.front` is the leader's end."""
     children = Children()
     children.front, fronts_end = _socketpair()
+    variables = {"LOCKSTEP_ROLE": "front end"}
+    if run_folder is not None:
+        variables["LOCKSTEP_RUN_FOLDER"] = str(run_folder)
     try:
-        children.start("front end", command, {"LOCKSTEP_ROLE": "front end"}, fronts_end)
+        children.start("front end", command, variables, fronts_end)
     except BaseException:
         children.terminate(0)
         raise

@@ -87,6 +87,7 @@ async def _serve(
             build_app(front),
             http=_BoundedHead,
             log_config=None,
+            log_level="warning",
             access_log=False,
             lifespan="off",
             ws="none",

@@ -9,32 +9,27 @@ from engine.types import Ready
 
 
 def show_ready(ready: Ready, url: str, console: Console | None = None) -> None:
-    """Print the start-up table to standard error: what each stage holds, and what was agreed."""
+    """Print the start-up table to standard error: what each rank holds, and what was agreed."""
     console = console or Console(stderr=True)
     table = Table(title=f"{ready.dtype} on {ready.device}, pages of {ready.page_size} tokens")
-    for heading in (
-        "stage",
-        "layers",
-        "bytes per token",
-        "tokens it could hold",
-        "tokens agreed",
-        "memory taken",
-    ):
-        table.add_column(heading, justify="right")
+    several = len({size.host_name for size in ready.stages}) > 1
+    headings = ["rank", "layers", "bytes/token", "tokens: own", "agreed", "weights", "cache"]
+    for heading in headings + ["machine"] * several:
+        table.add_column(heading, justify="right", no_wrap=True)
     for size in ready.stages:
-        table.add_row(
+        row = [
             f"PP{size.pp_rank} TP{size.tp_rank}",
             f"{size.layers[0]}-{size.layers[1] - 1} ({size.layers[1] - size.layers[0]})",
             f"{size.bytes_per_token:,}",
             f"{size.local_tokens:,}",
             f"{size.agreed_tokens:,}",
-            f"{_gb(size.weight_bytes)} weights + {_gb(size.pool_bytes)} cache of {size.host_name}",
-        )
+            _gb(size.weight_bytes),
+            _gb(size.pool_bytes),
+        ]
+        table.add_row(*row, *[size.host_name] * several)
     console.print(table)
     console.print(
-        f"up to {ready.max_running_requests} requests at once; ready on {url}",
-        soft_wrap=True,
-        highlight=False,
+        f"up to {ready.max_running_requests} requests at once; ready on {url}", soft_wrap=True, highlight=False
     )
 
 
