@@ -193,6 +193,19 @@ def check(config: EngineConfig) -> EngineConfig:
     return config
 
 
+def as_flags(config: EngineConfig) -> list[str]:
+    """The command line that `parse_flags` turns into this configuration; fields at their default are left out."""
+    flags: list[str] = []
+    for item in dataclasses.fields(EngineConfig):
+        value = getattr(config, item.name)
+        if value == item.default:
+            continue
+        flags.append(flag_name(item.name))
+        if value is not True:
+            flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return flags
+
+
 def flag_name(field_name: str) -> str:
     """The flag of a field: `pp_size` -> `--pp-size`."""
     return "--" + field_name.replace("_", "-")

@@ -54,7 +54,7 @@ class SamplingParams(Wire, frozen=True, kw_only=True):
 
 
 class Request(Wire, frozen=True, kw_only=True):
-    """One sequence to generate. A retracted, reset or restarted request has the same form: prompt plus delivered ids."""
+    """One sequence to generate. Retracted, reset or restarted, it has the same form: prompt plus delivered ids."""
 
     request_id: int
     """The front end's number for it, never used twice in the life of a service."""
@@ -136,7 +136,7 @@ class Entry(Wire, frozen=True, kw_only=True):
 
 
 class TokenLogprob(Wire, frozen=True, kw_only=True, array_like=True):
-    """Log probability of the token at one position, under the model's own distribution, with the likeliest alternatives."""
+    """Log probability of the token at one position under the model's own distribution, with the likeliest others."""
 
     position: int
     """Index of the token in prompt + output."""
@@ -344,10 +344,12 @@ class Span:
 
     @property
     def count(self) -> int:
+        """Rows of this span."""
         return len(self.token_ids)
 
     @property
     def end(self) -> int:
+        """One past the last row's position."""
         return self.start + len(self.token_ids)
 
 

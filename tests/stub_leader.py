@@ -356,11 +356,12 @@ def stub_source(
 
 
 class FrontEndThread:
-    """The real front end in a thread; `code` is its exit code once it has ended."""
+    """The real front end in a thread; `code` and `reason` say how it has ended."""
 
     def __init__(self, leader: StubLeader, source: ModelSource, config: EngineConfig) -> None:
         self.leader = leader
         self.code: int | None = None
+        self.reason = ""
         listener = open_listener(config.host, 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -368,9 +369,10 @@ class FrontEndThread:
         tokenizer = Tokenizer.of_source(source)
 
         def serve() -> None:
-            self.code = run(
+            fatal = run(
                 config, source, tokenizer, leader.front, listener, on_ready=lambda ready, url: self._up.set()
             )
+            self.code, self.reason = fatal.exit_code, fatal.message
 
         self._thread = threading.Thread(target=serve, daemon=True)
         self._thread.start()

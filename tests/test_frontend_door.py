@@ -13,6 +13,7 @@ from engine.frontend.admission import (
     complete,
     derived_seed,
     stop_strings,
+    usable,
 )
 from engine.frontend.bodies import parse_body
 from engine.frontend.errors import ApiError
@@ -106,6 +107,13 @@ def test_the_models_suggestions_are_defaults_and_no_more():
     model = facts(suggestions={"temperature": 0.6, "top_k": 20, "top_p": 0.95})
     assert (filled(of=model).temperature, filled(of=model).top_k, filled(of=model).top_p) == (0.6, 20, 0.95)
     assert (filled(of=model, temperature=0).temperature, filled(of=model, top_k=-1).top_k) == (0.0, 0)
+
+
+def test_suggestions_out_of_range_are_dropped():
+    assert usable({"temperature": 0.6, "top_p": 0, "top_k": 0, "min_p": -1, "top_q": 1}) == {
+        "temperature": 0.6,
+        "top_k": 0,
+    }
 
 
 def test_edges_that_have_one_documented_meaning():

@@ -1,6 +1,7 @@
 """`POST /generate` over a real socket: shapes, streams, stops, refusals, aborts. Tokens come from a script."""
 
 import concurrent.futures
+import itertools
 import json
 import socket
 
@@ -77,7 +78,7 @@ def test_a_stream_is_cumulative_and_equals_the_whole_answer(client):
     streamed = client.post("/generate", json=body | {"stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
     parts = events(streamed)
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in itertools.pairwise(parts):
         assert after["text"].startswith(before["text"])
         assert after["meta_info"]["completion_tokens"] == len(after["output_ids"]) > len(before["output_ids"])
         assert before["meta_info"]["finish_reason"] is None
@@ -167,7 +168,7 @@ def test_streamed_text_equals_unstreamed_text_for_any_script(script):
             whole = client.post("/generate", json=body).json()
             streamed = events(client.post("/generate", json=body | {"stream": True}))
             assert whole["text"] == streamed[-1]["text"] == data[:length].decode("utf-8", "replace")
-            for before, after in zip(streamed, streamed[1:], strict=False):
+            for before, after in itertools.pairwise(streamed):
                 assert after["text"].startswith(before["text"])
 
 

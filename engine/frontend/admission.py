@@ -6,6 +6,7 @@ numbers of the service, no link, no clock and no text.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -181,6 +182,16 @@ def complete(
         logit_bias=_logit_bias(fields.logit_bias or {}, facts, names),
         stop_token_ids=_stop_token_ids(fields, facts, names),
     )
+
+
+def usable(suggestions: Mapping[str, float]) -> dict[str, float]:
+    """Those of a model's suggested sampling settings that a client might send too; a model file is untrusted."""
+    kept = {}
+    for name, value in suggestions.items():
+        with contextlib.suppress(msgspec.ValidationError):
+            msgspec.convert({name: value}, SamplingFields)
+            kept[name] = value
+    return kept
 
 
 def stop_strings(fields: SamplingFields, names: Names) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import engine
 from engine.config import EngineConfig
 from engine.frontend import answers, limits, native, openai
-from engine.frontend.admission import ModelFacts
+from engine.frontend.admission import ModelFacts, usable
 from engine.frontend.answers import error_answer, json_answer
 from engine.frontend.errors import ApiError, invalid
 from engine.frontend.generation import Service
@@ -77,7 +77,7 @@ class FrontEnd:
             context_length=ready.context_length,
             eos_ids=self.source.spec.eos_ids,
             random_seed=seed,
-            suggestions=self.source.generation_defaults,
+            suggestions=usable(self.source.generation_defaults),
             capacity_tokens=ready.capacity_tokens,
             page_size=ready.page_size,
             sequences_max=ready.max_running_requests + config.max_queued_requests,
@@ -110,6 +110,7 @@ def build_app(front: FrontEnd) -> ASGIApp:
     for method, path, route in (
         ("POST", "/generate", routes.generate),
         ("GET", "/v1/models", routes.models),
+        ("GET", "/v1/models/{name}", routes.model),
         ("POST", "/v1/completions", routes.completions),
         ("POST", "/v1/chat/completions", routes.chat_completions),
         ("GET", "/health", routes.health),
@@ -154,8 +155,14 @@ class _Routes:
         return await openai.chat_completions(self._front.service, request)
 
     async def models(self) -> Response:
-        """The one model that is served."""
-        return json_answer(openai.models(self._front.service, self._front.started))
+        """The one model that is served, as a list."""
+        model = openai.model(self._front.service, self._front.started)
+        return json_answer({"object": "list", "data": [model]})
+
+    async def model(self, name: str) -> Response:
+        """The one model that is served, by its name."""
+        openai.check_model(self._front.service, name)
+        return json_answer(openai.model(self._front.service, self._front.started))
 
     async def health(self) -> Response:
         """200 while the service can answer; else 503 with the reason."""
@@ -209,14 +216,18 @@ class _Routes:
 
     async def flush_cache(self, request: Request) -> Response:
         """Drop all cached prefixes; 400 while requests run, after waiting for `?timeout=` seconds."""
-        deadline = time.monotonic() + _seconds(request.query_params.get("timeout", "0"))
+        link, patience = self._front.service.link, _seconds(request.query_params.get("timeout", "0"))
+        if not link.live_count:
+            # The last answer may have reached its client before the ranks have settled its last steps.
+            patience = max(patience, limits.SETTLE_SECONDS_MAX)
+        deadline = time.monotonic() + patience
         while True:
-            result = await self._front.service.link.control("flush", limits.CONTROL_SECONDS_MAX)
+            result = await link.control("flush", limits.CONTROL_SECONDS_MAX)
             if result.ok:
                 return json_answer({"success": True, "message": "the cache is empty"})
             if time.monotonic() >= deadline:
                 raise ApiError(400, result.message)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
 
     async def abort_request(self, request: Request) -> Response:
         """End a call by its name, or all; 200 also for a name that nobody uses."""

@@ -85,7 +85,8 @@ class Sequence:
     @property
     def text(self) -> str:
         """All text so far."""
-        return "".join(self._texts)
+        self._texts = ["".join(self._texts)]
+        return self._texts[0]
 
     @property
     def done(self) -> bool:
@@ -138,8 +139,9 @@ class Sequence:
         self.output_ids += emission.tokens[:kept]
         self.output_logprobs += emission.output_logprobs[:kept]
         self.prompt_logprobs += emission.prompt_logprobs
-        self.cached_tokens = emission.cached_tokens
-        self.retractions = emission.retractions
+        if emission.tokens or finish is not None:  # log probabilities of a prompt come without the counts
+            self.cached_tokens = emission.cached_tokens
+            self.retractions = emission.retractions
         if finish is not None:
             self.finish = finish
             self._ended = time.monotonic()

@@ -44,5 +44,7 @@ TEMPLATE_SECONDS_MAX: Final = 5.0
 
 CONTROL_SECONDS_MAX: Final = 5.0
 """How long a call waits for the leader's answer to a control."""
+SETTLE_SECONDS_MAX: Final = 2.0
+"""How long a flush waits for the ranks to be idle when no request is live any more."""
 PULSE_SECONDS_MAX: Final = 2.0
 """A leader silent for longer is not healthy."""

@@ -115,16 +115,26 @@ class ChatBody(_Body, kw_only=True, frozen=True):
     continue_final_message: Any = None
 
 
-def models(service: Service, started: int) -> dict[str, Any]:
-    """The answer of `/v1/models`."""
-    model = {
+def model(service: Service, started: int) -> dict[str, Any]:
+    """The model as `/v1/models` shows it."""
+    return {
         "id": service.facts.name,
         "object": "model",
         "created": started,
         "owned_by": "lockstep",
         "max_model_len": service.facts.context_length,
     }
-    return {"object": "list", "data": [model]}
+
+
+def check_model(service: Service, name: str) -> None:
+    """Raises ApiError 404 for another model's name."""
+    if name != service.facts.name:
+        raise ApiError(
+            404,
+            f"model is {shown(name)}: allowed is {service.facts.name!r}",
+            param="model",
+            code="model_not_found",
+        )
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -196,13 +206,8 @@ async def _answer(
 
 def _check_common(service: Service, body: _Body) -> None:
     """Refuse another model's name and what is not served."""
-    if body.model is not None and body.model != service.facts.name:
-        raise ApiError(
-            404,
-            f"model is {shown(body.model)}: allowed is {service.facts.name!r}",
-            param="model",
-            code="model_not_found",
-        )
+    if body.model is not None:
+        check_model(service, body.model)
     kind = (
         body.response_format.get("type") if isinstance(body.response_format, dict) else body.response_format
     )

@@ -29,7 +29,9 @@ def show_ready(ready: Ready, url: str, console: Console | None = None) -> None:
         table.add_row(*row, *[size.host_name] * several)
     console.print(table)
     console.print(
-        f"up to {ready.max_running_requests} requests at once; ready on {url}", soft_wrap=True, highlight=False
+        f"up to {ready.max_running_requests} requests at once; ready on {url}",
+        soft_wrap=True,
+        highlight=False,
     )
 
 

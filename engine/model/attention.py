@@ -1,87 +1,102 @@
 """Paged attention: rows of several sequences against keys and values that lie in pages. One signature for CPU and CUDA.
 
 Reads only; the rows' own keys and values have been written before. Query heads that share a key head are folded into
-rows of one product, so that no key is ever copied per query head.
+rows of one product, so that no key is ever copied per query head. Shapes are named by B rows, S tokens, kv_heads,
+group (query heads per key head) and head_dim; scores are scaled by 1 / sqrt(head_dim).
 """
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from engine.mem_cache.pool.device import DeviceKVPool
-from engine.model.batch import Batch, DecodeRows, PrefillSpan
+from engine.model.batch import TRIANGLE_ROWS, Batch, DecodeRows, PrefillSpan
+
+_BLOCK_ROWS = TRIANGLE_ROWS
+"""Rows of a prefill span that read together: scores of a block stay in cache, and keys after a block are not read."""
 
 
 def paged_attention(query: torch.Tensor, pool: DeviceKVPool, layer: int, batch: Batch) -> torch.Tensor:
-    """Attention of every row of a batch, [rows, query_heads, head_dim] in and out; scale 1 / sqrt(head_dim).
+    """Attention of every row of a batch, [rows, query_heads, head_dim] in and out.
 
     `layer` counts from the stage's first.
     """
-    decodes = batch.decodes
-    if decodes is not None and decodes.rows is None:
-        return _decode(query, pool, layer, decodes)
-    output = torch.empty_like(query)
+    if len(batch.decodes) == 1 and batch.decodes[0].rows is None:
+        return _decode(query, pool, layer, batch.decodes[0])
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for span in batch.prefills:
-        output[span.rows] = _prefill(query[span.rows], pool, layer, span)
-    if decodes is not None:
-        output.index_copy_(
-            0, decodes.rows, _decode(query.index_select(0, decodes.rows), pool, layer, decodes)
-        )
+        _prefill(query[span.rows], pool, layer, span, output[span.rows])
+    for decodes in batch.decodes:
+        assert decodes.rows is not None, "rows that are not alone in their batch say which they are"
+        output.index_copy_(0, decodes.rows, _decode(query.index_select(0, decodes.rows), pool, layer, decodes))
     return output
 
 
-def _prefill(query: torch.Tensor, pool: DeviceKVPool, layer: int, span: PrefillSpan) -> torch.Tensor:
-    """One span's rows, each reading up to its own position."""
+def _prefill(
+    query: torch.Tensor, pool: DeviceKVPool, layer: int, span: PrefillSpan, output: torch.Tensor
+) -> None:
+    """Rows [start, end) of one sequence, each reading up to its own position. Writes `output`, of the query's shape."""
+    rows, _, head_dim = query.shape
+    kv_heads = pool.record_shape[1]
     keys, values = pool.read(layer, span.pages)[: span.end].permute(1, 2, 0, 3)
-    attended = scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        keys[None],
-        values[None],
-        attn_mask=span.mask,
-        is_causal=span.mask is None,
-        enable_gqa=True,
-    )
-    return attended[0].transpose(0, 1)
+    for first in range(0, rows, _BLOCK_ROWS):
+        block = query[first : first + _BLOCK_ROWS]
+        count = block.shape[0]
+        end = span.start + first + count
+        folded = block.view(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+        scores = torch.bmm(folded, keys[:, :end].transpose(1, 2)).view(kv_heads, -1, count, end)
+        scores.mul_(head_dim**-0.5)
+        scores[..., end - count :].add_(span.triangle[:count, :count])
+        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype).view(kv_heads, -1, end)
+        attended = torch.bmm(weights, values[:, :end]).view(kv_heads, -1, count, head_dim)
+        output[first : first + count] = attended.permute(2, 0, 1, 3).reshape(block.shape)
 
 
 def _decode(query: torch.Tensor, pool: DeviceKVPool, layer: int, decodes: DecodeRows) -> torch.Tensor:
-    """Rows of one token each, [B, query_heads, head_dim]."""
-    _, kv_heads, head_dim = pool.record_shape
-    folded = query.reshape(decodes.count, kv_heads, -1, head_dim)
-    own = pool.read(layer, decodes.pages).view(decodes.count, -1, *pool.record_shape).permute(2, 0, 3, 1, 4)
-    if decodes.shared is None:
-        attended = scaled_dot_product_attention(folded, own[0], own[1], attn_mask=decodes.mask)
-    else:
-        shared = pool.read(layer, decodes.shared).permute(1, 2, 0, 3)
-        attended = _decode_shared(folded, shared, own, decodes.mask)
+    """B rows that are the last of their sequences, [B, query_heads, head_dim].
+
+    Pages that all of them begin with are read once, by one product over all rows; the rest is read row by row, and the
+    two parts are joined by their shares of the softmax's denominator.
+    """
+    rows, _, head_dim = query.shape
+    kv_heads = pool.record_shape[1]
+    folded = query.view(rows, kv_heads, -1, head_dim)
+    keys, values = pool.read(layer, decodes.pages).view(rows, -1, *pool.record_shape).permute(2, 0, 3, 1, 4)
+    attended, log_sum = _attend(folded, keys, values, decodes.mask)
+    if decodes.shared is not None:
+        keys, values = pool.read(layer, decodes.shared).permute(1, 2, 0, 3)
+        together = folded.transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
+        shared, shared_log_sum = _attend(together, keys[None], values[None], None)
+        shared = shared.view(kv_heads, rows, -1, head_dim).transpose(0, 1)
+        shared_log_sum = shared_log_sum.view(kv_heads, rows, -1).transpose(0, 1)
+        # e^a / (e^a + e^b) = sigmoid(a - b)
+        share = torch.sigmoid(shared_log_sum - log_sum)[..., None].to(query.dtype)
+        attended = torch.lerp(attended, shared, share)
     return attended.reshape(query.shape)
 
 
-def _decode_shared(
-    query: torch.Tensor, shared: torch.Tensor, own: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """One softmax over positions that all rows share and positions of their own.
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention [B, kv_heads, group, head_dim] and the float32 log of its denominator [B, kv_heads, group].
 
-    query [B, kv_heads, group, head_dim]; shared [2, kv_heads, S, head_dim]; own [2, B, kv_heads, T, head_dim]. The shared
-    keys are read once, by one product over all rows.
+    Keys and values [B, kv_heads, S, head_dim], any strides; mask [B, 1, 1, S] is added to the scores.
     """
-    rows, kv_heads, group, head_dim = query.shape
-    together = query.transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
-    scale = head_dim**-0.5
-    shared_scores = (
-        torch.bmm(together, shared[0].transpose(1, 2)).view(kv_heads, rows, group, -1).transpose(0, 1)
-    )
-    own_scores = torch.matmul(query, own[0].transpose(-1, -2))
+    if query.device.type == "cpu":
+        attended: tuple[torch.Tensor, torch.Tensor] = (
+            # What scaled_dot_product_attention calls on CPUs; only this form gives the denominator away.
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, attn_mask=mask)
+        )
+        return attended
+    return attend_by_products(query, keys, values, mask)
+
+
+def attend_by_products(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by plain products, for devices without a kernel that tells its denominator."""
+    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
     if mask is not None:
-        own_scores += mask
-    length = shared.shape[2]
-    weights = (
-        torch.cat((shared_scores, own_scores), -1)
-        .mul_(scale)
-        .softmax(-1, dtype=torch.float32)
-        .to(query.dtype)
-    )
-    from_shared = weights[..., :length].transpose(0, 1).reshape(kv_heads, rows * group, length)
-    attended = torch.bmm(from_shared, shared[1]).view(kv_heads, rows, group, head_dim).transpose(0, 1)
-    return attended + torch.matmul(weights[..., length:], own[1])
+        scores = scores + mask
+    log_sum = scores.logsumexp(-1)
+    return torch.matmul((scores - log_sum[..., None]).exp().to(query.dtype), values), log_sum

@@ -6,7 +6,7 @@ plan's order on every stage, since hidden states travel by row number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,11 +24,13 @@ class PrefillSpan:
     """A span of several rows. Row r reads positions up to its own."""
 
     rows: slice
+    start: int
+    """Position of the first row: tokens before it are in the pool already."""
+    end: int
     pages: Pages
     """Pages of all positions below `end`."""
-    end: int
-    mask: torch.Tensor | None
-    """[rows, end], 0 where a row may read and -inf where not; None when the span begins its sequence."""
+    triangle: torch.Tensor
+    """[n, n]: 0 on and below the diagonal, -inf above; at least as large as a block of rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,10 +38,9 @@ class DecodeRows:
     """Spans of one row each, which read together: first the pages they all begin with, then their own."""
 
     rows: torch.Tensor | None
-    """Row numbers [B] in the batch; None when every row is one of them."""
-    count: int
+    """Row numbers [B] in the batch; None when they are all rows of the batch, in order."""
     shared: Pages | None
-    """Pages that all rows begin with, all of them full; None when reading them once does not pay."""
+    """Pages that all these rows begin with, all of them full; None when there are too few to pay."""
     pages: Pages
     """The rest, row by row, each row's table filled up with its own last page to the longest: [B * pages]."""
     mask: torch.Tensor | None
@@ -71,7 +72,7 @@ class Batch:
     slots: torch.Tensor
     """[rows]: the token slot of the pool that takes the row's keys and values."""
     prefills: tuple[PrefillSpan, ...]
-    decodes: DecodeRows | None
+    decodes: tuple[DecodeRows, ...]
     sample_rows: torch.Tensor
     """Last rows of the spans that sample, in plan order."""
     samples: tuple[tuple[int, Sample], ...]
@@ -84,51 +85,27 @@ class Batch:
         return self.token_ids.shape[0]
 
     @staticmethod
-    def build(
-        spans: Sequence[Span], page_size: int, device: torch.device, dtype: torch.dtype = torch.float32
-    ) -> Batch:
-        """Make the tensors of a step. `dtype` is that of the hidden states, which masks are added to."""
-        ends = list(accumulate(span.count for span in spans))
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        for span in spans:
-            token_ids += span.token_ids
-            positions += range(span.start, span.end)
-            slots += (
-                span.pages[position // page_size] * page_size + position % page_size
-                for position in range(span.start, span.end)
-            )
-        single = [index for index, span in enumerate(spans) if span.count == 1]
+    def build(spans: Sequence[Span], page_size: int, device: torch.device, dtype: torch.dtype) -> Batch:
+        """Make the tensors of a step. `dtype` is that of the hidden states: masks have it too."""
+        build = _Builder(page_size, device, dtype)
+        first_rows = list(accumulate((span.count for span in spans), initial=0))
+        placed = list(zip(spans, first_rows, strict=False))
+        positions = [position for span in spans for position in range(span.start, span.end)]
+        slots = [
+            span.pages[position // page_size] * page_size + position % page_size
+            for span in spans
+            for position in range(span.start, span.end)
+        ]
+        sampling = [(span, first_row) for span, first_row in placed if span.sample is not None]
         return Batch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-            positions=torch.tensor(positions, dtype=torch.int64, device=device),
-            slots=torch.tensor(slots, dtype=torch.int64, device=device),
-            prefills=tuple(
-                _prefill(span, ends[index] - span.count, page_size, device, dtype)
-                for index, span in enumerate(spans)
-                if span.count > 1
-            ),
-            decodes=_decodes(
-                [spans[index] for index in single],
-                [ends[index] - 1 for index in single] if len(single) < len(spans) else None,
-                page_size,
-                device,
-                dtype,
-            )
-            if single
-            else None,
-            sample_rows=torch.tensor(
-                [end - 1 for span, end in zip(spans, ends, strict=True) if span.sample is not None],
-                dtype=torch.int64,
-                device=device,
-            ),
-            samples=tuple((span.request_id, span.sample) for span in spans if span.sample is not None),
-            scored=tuple(
-                _scored(span, end - span.count)
-                for span, end in zip(spans, ends, strict=True)
-                if span.logprob_targets
-            ),
+            token_ids=build.integers([token_id for span in spans for token_id in span.token_ids]),
+            positions=build.integers(positions),
+            slots=build.integers(slots),
+            prefills=build.prefills([(span, row) for span, row in placed if span.count > 1]),
+            decodes=build.decodes([(span, row) for span, row in placed if span.count == 1], len(positions)),
+            sample_rows=build.integers([first_row + span.count - 1 for span, first_row in sampling]),
+            samples=tuple((span.request_id, span.sample) for span, _ in sampling if span.sample is not None),
+            scored=tuple(_scored(span, first_row) for span, first_row in placed if span.logprob_targets),
         )
 
 
@@ -142,54 +119,109 @@ def _scored(span: Span, first_row: int) -> ScoredRows:
     )
 
 
-def _pages(pages: Sequence[int], device: torch.device) -> Pages:
-    run = page_run(pages)
-    return run if run is not None else torch.tensor(pages, dtype=torch.int64, device=device)
+_SAVED_TOKENS_MIN = 512
+"""Reading a common prefix once pays when it spares this many tokens, about what joining the two parts costs."""
+_GROUP_TOKENS_MAX = 4096
+"""Most tokens, filling included, that rows read in one go: their copy stays near the caches' size, and short
+sequences are not filled up to the length of a very long one."""
+TRIANGLE_ROWS = 128
 
 
-def _prefill(
-    span: Span, first_row: int, page_size: int, device: torch.device, dtype: torch.dtype
-) -> PrefillSpan:
-    mask = None
-    if span.start > 0:
-        mask = torch.full((span.count, span.end), -torch.inf, dtype=dtype, device=device).triu_(
-            span.start + 1
+class _Builder:
+    """Makes tensors of one step; holds what all of them need."""
+
+    def __init__(self, page_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.page_size, self.device, self.dtype = page_size, device, dtype
+
+    def integers(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def pages(self, pages: Sequence[int]) -> Pages:
+        run = page_run(pages)
+        return self.integers(pages) if run is None else run
+
+    def prefills(self, placed: Sequence[tuple[Span, int]]) -> tuple[PrefillSpan, ...]:
+        if not placed:
+            return ()
+        size = min(max(span.count for span, _ in placed), TRIANGLE_ROWS)
+        triangle = torch.full((size, size), -torch.inf, dtype=self.dtype, device=self.device).triu_(1)
+        return tuple(
+            PrefillSpan(
+                rows=slice(first_row, first_row + span.count),
+                start=span.start,
+                end=span.end,
+                pages=self.pages(self._table(span)),
+                triangle=triangle,
+            )
+            for span, first_row in placed
         )
-    pages = _pages(span.pages[: -(-span.end // page_size)], device)
-    return PrefillSpan(slice(first_row, first_row + span.count), pages, span.end, mask)
+
+    def decodes(self, placed: Sequence[tuple[Span, int]], row_count: int) -> tuple[DecodeRows, ...]:
+        """Rows grouped by the prefix they have in common, then cut where a group would read too much in one go."""
+        by_first_page: dict[int, list[tuple[Span, int]]] = {}
+        for span, row in placed:
+            by_first_page.setdefault(span.pages[0], []).append((span, row))
+        groups, alone = [], []
+        for members in by_first_page.values():
+            shared = _common_pages([self._table(span) for span, _ in members])
+            if shared * self.page_size * (len(members) - 1) >= _SAVED_TOKENS_MIN:
+                groups.append((members, shared))
+            else:
+                alone += members
+        if alone:
+            groups.append((sorted(alone, key=lambda member: member[1]), 0))
+        return tuple(
+            self._decode_rows(part, shared, row_count)
+            for members, shared in groups
+            for part in self._parts(members, shared)
+        )
+
+    def _parts(
+        self, members: list[tuple[Span, int]], shared: int
+    ) -> Iterator[list[tuple[Span, int]]]:
+        """Cut a group so that each part reads a bounded number of tokens beyond the shared ones."""
+        skipped = shared * self.page_size
+        if max(span.end for span, _ in members) - skipped <= _GROUP_TOKENS_MAX // len(members):
+            yield members
+            return
+        part: list[tuple[Span, int]] = []
+        for member in sorted(members, key=lambda member: member[0].end):
+            if part and (len(part) + 1) * (member[0].end - skipped) > _GROUP_TOKENS_MAX:
+                yield part
+                part = []
+            part.append(member)
+        yield part
+
+    def _decode_rows(self, members: list[tuple[Span, int]], shared: int, row_count: int) -> DecodeRows:
+        tables = [self._table(span) for span, _ in members]
+        longest = max(map(len, tables))
+        filled = [
+            page for table in tables for page in (*table[shared:], *(table[-1],) * (longest - len(table)))
+        ]
+        return DecodeRows(
+            rows=None if len(members) == row_count else self.integers([row for _, row in members]),
+            shared=self.pages(tables[0][:shared]) if shared else None,
+            pages=self.pages(filled),
+            mask=self._beyond([span.end - shared * self.page_size for span, _ in members], longest - shared),
+        )
+
+    def _beyond(self, lengths: list[int], pages: int) -> torch.Tensor | None:
+        """Additive mask [B, 1, 1, tokens] that hides what lies beyond each row's length; None if nothing does."""
+        tokens = pages * self.page_size
+        if min(lengths) == tokens:
+            return None
+        beyond = torch.arange(tokens, device=self.device) >= self.integers(lengths)[:, None]
+        mask = torch.zeros(len(lengths), 1, 1, tokens, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(beyond[:, None, None], -torch.inf)
+
+    def _table(self, span: Span) -> tuple[int, ...]:
+        """The pages that hold positions below the span's end."""
+        return span.pages[: -(-span.end // self.page_size)]
 
 
-def _decodes(
-    spans: Sequence[Span], rows: list[int] | None, page_size: int, device: torch.device, dtype: torch.dtype
-) -> DecodeRows:
-    tables = [span.pages[: -(-span.end // page_size)] for span in spans]
-    shared = _shared_pages(tables)
-    own = [table[shared:] for table in tables]
-    longest = max(map(len, own))
-    filled = [page for table in own for page in (*table, *(table[-1],) * (longest - len(table)))]
-    tokens = longest * page_size
-    lengths = [span.end - shared * page_size for span in spans]
-    mask = None
-    if min(lengths) < tokens:
-        beyond = torch.arange(tokens, device=device) >= torch.tensor(lengths, device=device)[:, None]
-        mask = torch.zeros(len(spans), 1, 1, tokens, dtype=dtype, device=device)
-        mask.masked_fill_(beyond[:, None, None], -torch.inf)
-    return DecodeRows(
-        rows=None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device),
-        count=len(spans),
-        shared=_pages(tables[0][:shared], device) if shared else None,
-        pages=_pages(filled, device),
-        mask=mask,
-    )
-
-
-def _shared_pages(tables: Sequence[Sequence[int]]) -> int:
-    """How many pages all tables begin with, each table keeping one page at least; 0 when they are too few to pay."""
-    if len(tables) < 2:
-        return 0
-    first = tables[0]
+def _common_pages(tables: Sequence[tuple[int, ...]]) -> int:
+    """How many pages all tables begin with, each keeping at least its last, which its own row is writing."""
+    # What the least and the greatest of them have in common, all have.
+    low, high = min(tables), max(tables)
     most = min(map(len, tables)) - 1
-    shared = 0
-    while shared < most and all(table[shared] == first[shared] for table in tables):
-        shared += 1
-    return shared
+    return next((index for index in range(most) if low[index] != high[index]), most)

@@ -1,0 +1,159 @@
+"""The offline door: `LLM(model).generate(prompts)`, without HTTP, on the same ranks, scheduler and cache.
+
+    from engine.llm import LLM
+
+    with LLM(pp_size=2) as llm:
+        for answer in llm.generate(["The capital of France is", "2 + 2 ="], {"max_new_tokens": 8, "temperature": 0}):
+            print(answer["text"])
+
+It starts its ranks itself and is their front end; they end with it. Requests are checked and answered by the same code
+as `POST /generate`, so parameters, answers and error messages are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+import engine
+from engine.config import ConfigError, EngineConfig, as_flags, check
+from engine.distributed.launch import Children, start_ranks
+from engine.distributed.run_folder import RunFolder
+from engine.frontend import native
+from engine.frontend.app import FrontEnd
+from engine.frontend.link import EngineLink
+from engine.frontend.tokenizer import Tokenizer
+from engine.model.source import open_source, resolve_model
+from engine.topology import Topology
+
+SERVER = Path(engine.__file__).parent.parent / "server.py"
+LEAVE_S = 5.0
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model on its ranks, for one thread to use. Close it, or use it in a `with`."""
+
+    def __init__(self, model_path: str | None = None, **flags: Any) -> None:
+        """Start the ranks and wait until they serve; `flags` are the fields of `EngineConfig`.
+
+        Raises ConfigError for a flag that does not exist or is out of range, ValueError for a model that cannot be
+        opened, RuntimeError with the ranks' own line when they refuse to start.
+        """
+        try:
+            self.config = check(EngineConfig(model_path=model_path, **flags))
+        except TypeError as error:
+            raise ConfigError(f"LLM: {error}") from None
+        source = open_source(resolve_model(model_path), self.config.load_format)
+        topology = Topology.build(
+            0,
+            tp_size=self.config.tp_size,
+            pp_size=self.config.pp_size,
+            layer_count=source.spec.layer_count,
+            partition=self.config.pp_layer_partition,
+        )
+        self.tokenizer = Tokenizer.of_source(source)
+        self._runner = asyncio.Runner()
+        self._folder = RunFolder.create()
+        self._children: Children | None = None
+        try:
+            self._children = start_ranks(
+                [sys.executable, str(SERVER), *as_flags(self.config)],
+                topology.world_size,
+                self._folder.path,
+                threads=self.config.threads_per_rank,
+            )
+            link = self._runner.run(_open(self._children))
+            self._front = FrontEnd(self.config, source, self.tokenizer, link)
+            self._runner.run(_begin(self._front))
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        *,
+        progress: bool = True,
+        **fields: Any,
+    ) -> Any:
+        """Answer prompts (texts or lists of ids); one prompt gives one answer, several a list in their order.
+
+        `sampling_params` is one dict for all or one for each prompt, `fields` are further fields of `/generate` that
+        hold for all prompts (`return_logprob=True`). Answers have the shape of `/generate`; with `n` > 1 each is a list.
+        Raises ValueError for what `/generate` would refuse.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed: list[Any] = [prompts] if single else list(prompts)
+        params: list[Any] = [sampling_params] * len(listed)
+        if sampling_params is not None and not isinstance(sampling_params, dict):
+            params = list(sampling_params)
+            if len(params) != len(listed):
+                raise ValueError(f"sampling_params: {len(params)} for {len(listed)} prompts; allowed is one for each")
+        bodies = [
+            native.read_body({("text" if isinstance(p, str) else "input_ids"): p, "sampling_params": s, **fields})
+            for p, s in zip(listed, params, strict=True)
+        ]
+        answers = self._runner.run(self._answer_all(bodies, progress))
+        return answers[0] if single else answers
+
+    def close(self) -> None:
+        """End the ranks. Twice does no harm."""
+        if self._children is not None:
+            self._children.terminate(LEAVE_S)
+            self._children = None
+        self._folder.remove()
+        self._runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _answer_all(self, bodies: list[native.GenerateBody], progress: bool) -> list[Any]:
+        """All answers, with as many requests under way as the ranks take."""
+        service = self._front.service
+        # A call of n sequences counts as one here; the leader's queue is far longer than this.
+        places = asyncio.Semaphore(service.facts.sequences_max // 2 or 1)
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not (progress and console.is_terminal), transient=True) as bar:
+            task = bar.add_task("generating", total=len(bodies))
+
+            async def one(body: native.GenerateBody) -> Any:
+                async with places:
+                    answer = await native.answer(service, body)
+                bar.advance(task)
+                return answer
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(body)) for body in bodies]
+        return [done.result() for done in tasks]
+
+
+async def _open(children: Children) -> EngineLink:
+    assert children.front is not None
+    return await EngineLink.open(children.front)
+
+
+async def _begin(front: FrontEnd) -> None:
+    """Wait until the ranks serve. Raises RuntimeError with their own words if they do not."""
+    await asyncio.wait((front.link.ready, front.link.ended), return_when=asyncio.FIRST_COMPLETED)
+    if front.link.ended.done():
+        raise RuntimeError(front.link.ended.result().message)
+    await front.begin()
+
+
+__all__ = ["LLM"]
