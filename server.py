@@ -28,6 +28,7 @@ from engine.distributed.launch import (
     threads_per_rank,
 )
 from engine.distributed.run_folder import RunFolder
+from engine.faults import read_faults
 from engine.model.source import ModelSource, open_source, resolve_model
 from engine.topology import Topology
 from engine.types import Fatal
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> int:
         place = read_place(os.environ)
         hold_lifeline(place)
         config = parse_flags(arguments)
+        read_faults()  # nonsense is refused here, before anything is started
         source = open_source(resolve_model(config.model_path), config.load_format)
         topology = Topology.build(
             place.rank,
@@ -92,6 +94,7 @@ def _be_front_end(config: EngineConfig, source: ModelSource, topology: Topology,
         return _say(run(config, source, tokenizer, front_socket(place), listener, on_ready=show_ready))
     folder = RunFolder.create()
     children: Children | None = None
+    logging.getLogger(__name__).info("%s: starting %d ranks", source.name, topology.world_size)
     try:
         children = start_ranks(
             [sys.executable, *sys.argv], topology.world_size, folder.path, threads=config.threads_per_rank
@@ -107,11 +110,19 @@ def _be_front_end(config: EngineConfig, source: ModelSource, topology: Topology,
 
 
 async def _first_exit(children: Children) -> Fatal:
-    """Returns when a rank has ended, a moment later, so that the leader's own word of why comes first."""
-    while not (exits := children.exits()):
+    """Returns when a rank has ended, a moment later, so that the leader's own word of why comes first.
+
+    A rank that ended by itself did so because it lost the leader: if that one still lives, it is the one to name.
+    """
+    while not children.exits():
         await asyncio.sleep(0.1)
     await asyncio.sleep(WORD_S)
-    return Fatal(exit_code=ExitCode.RANK_LOST, message=str(exits[0]))
+    exits = children.exits()
+    cause = next((one for one in exits if one.signal_name is not None), exits[0])
+    message = str(cause)
+    if cause.code == ExitCode.RANK_LOST and all(one.name != "rank 0" for one in exits):
+        message = f"rank 0 (pid {children.pids['rank 0']}) is silent: {cause}"
+    return Fatal(exit_code=ExitCode.RANK_LOST, message=message)
 
 
 def _say(fatal: Fatal) -> int:

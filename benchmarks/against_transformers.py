@@ -29,10 +29,10 @@ LONG_TOKENS = 2048
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-def seconds(work: Callable[[], Any]) -> float:
+def seconds(work: Callable[..., Any], *arguments: Any) -> float:
     """Wall time of one call."""
     began = time.perf_counter()
-    work()
+    work(*arguments)
     return time.perf_counter() - began
 
 
@@ -92,27 +92,28 @@ def measure(llm: LLM, peer: Transformers, rounds: int) -> dict[str, dict[str, fl
 
     for _ in range(rounds):
         prompt = prompts.fresh(512)
-        ours = seconds(lambda: lockstep(llm, [prompt], 1))
-        theirs = seconds(lambda: peer.generate([prompt], 1))
+        ours = seconds(lockstep, llm, [prompt], 1)
+        theirs = seconds(peer.generate, [prompt], 1)
         note("prefill of 512 tokens", "lockstep", ours)
         note("prefill of 512 tokens", "transformers", theirs)
         # What comes beyond the first token; the prompt is cached for us by now, so a fresh one is used.
         prompt = prompts.fresh(512)
-        ours = seconds(lambda: lockstep(llm, [prompt], 1 + DECODED_TOKENS)) - ours
-        theirs = seconds(lambda: peer.generate([prompt], 1 + DECODED_TOKENS)) - theirs
+        ours = seconds(lockstep, llm, [prompt], 1 + DECODED_TOKENS) - ours
+        theirs = seconds(peer.generate, [prompt], 1 + DECODED_TOKENS) - theirs
         note("decode at batch 1, per token", "lockstep", ours / DECODED_TOKENS)
         note("decode at batch 1, per token", "transformers", theirs / DECODED_TOKENS)
         shared = prompts.fresh(SHARED_TOKENS)
         batch = [shared + prompts.fresh(OWN_TOKENS) for _ in range(REQUESTS)]
         name = f"{REQUESTS} requests, {SHARED_TOKENS} shared + {OWN_TOKENS} own, {DECODED_TOKENS} new"
-        note(name, "lockstep", seconds(lambda: lockstep(llm, batch, DECODED_TOKENS)))
-        note(name, "transformers", seconds(lambda: peer.generate(batch, DECODED_TOKENS)))
+        note(name, "lockstep", seconds(lockstep, llm, batch, DECODED_TOKENS))
+        note(name, "transformers", seconds(peer.generate, batch, DECODED_TOKENS))
         long = prompts.fresh(LONG_TOKENS)
         name = f"first token of {LONG_TOKENS} tokens, cached against cold"
-        note(name, "cold", seconds(lambda: lockstep(llm, [long], 1)))
-        note(name, "cached", seconds(lambda: lockstep(llm, [long], 1)))
+        note(name, "cold", seconds(lockstep, llm, [long], 1))
+        note(name, "cached", seconds(lockstep, llm, [long], 1))
     return {
-        what: {side: statistics.median(all_rounds) for side, all_rounds in sides.items()} for what, sides in taken.items()
+        what: {side: statistics.median(all_rounds) for side, all_rounds in sides.items()}
+        for what, sides in taken.items()
     }
 
 
@@ -129,7 +130,11 @@ def show(title: str, medians: dict[str, dict[str, float]]) -> None:
     print(f"\n{title}")
     for what, sides in medians.items():
         (first, a), (second, b) = sides.items()
-        ratio = f"{first} takes {a / b:.2f} of {second}" if "cached" not in sides else f"{first}/{second} {a / b:.1f}"
+        ratio = (
+            f"{first} takes {a / b:.2f} of {second}"
+            if "cached" not in sides
+            else f"{first}/{second} {a / b:.1f}"
+        )
         print(f"  {what:55} {first} {a * 1000:9.1f} ms   {second} {b * 1000:9.1f} ms   {ratio}")
 
 
@@ -148,7 +153,10 @@ def main() -> None:
         with serving(pp_size) as llm:
             results[f"pp {pp_size}"] = measure(llm, peer, arguments.rounds)
         if not arguments.json:
-            show(f"pp {pp_size}, {usable_cores()} cores, medians of {arguments.rounds} rounds", results[f"pp {pp_size}"])
+            show(
+                f"pp {pp_size}, {usable_cores()} cores, medians of {arguments.rounds} rounds",
+                results[f"pp {pp_size}"],
+            )
     if arguments.json:
         print(json.dumps(results, indent=2))
 

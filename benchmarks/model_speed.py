@@ -64,10 +64,10 @@ class Ours:
         shared = tuple(range(PREFIX // PAGE_SIZE))
         # Tables are scattered: neighbouring pages, which are read without a copy, would flatter the figure.
         own = -(-(CONTEXT + steps) // PAGE_SIZE) - len(shared)
-        order = torch.randperm(self.pages - len(shared), generator=torch.Generator().manual_seed(1)) + len(shared)
-        tables = [
-            shared + tuple(order[row * own : (row + 1) * own].tolist()) for row in range(len(prompts))
-        ]
+        order = torch.randperm(self.pages - len(shared), generator=torch.Generator().manual_seed(1)) + len(
+            shared
+        )
+        tables = [shared + tuple(order[row * own : (row + 1) * own].tolist()) for row in range(len(prompts))]
         self.step(self.span(0, 0, prompts[0][:PREFIX], tables[0]))
         self.step(*(self.span(row, PREFIX, ids[PREFIX:], tables[row]) for row, ids in enumerate(prompts)))
         began = time.perf_counter()
@@ -79,7 +79,9 @@ class Ours:
 class Theirs:
     """`transformers` with its dynamic cache."""
 
-    def __init__(self, source: ModelSource, weights: StageWeights, dtype: torch.dtype, attention: str) -> None:
+    def __init__(
+        self, source: ModelSource, weights: StageWeights, dtype: torch.dtype, attention: str
+    ) -> None:
         self.name = f"transformers {attention}"
         self.model = reference_model(source, weights, dtype, attention)
         self.caches: dict[int, Any] = {}

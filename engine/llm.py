@@ -13,13 +13,13 @@ as `POST /generate`, so parameters, answers and error messages are the same.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
@@ -29,6 +29,7 @@ from engine.distributed.launch import Children, start_ranks
 from engine.distributed.run_folder import RunFolder
 from engine.frontend import native
 from engine.frontend.app import FrontEnd
+from engine.frontend.errors import ApiError
 from engine.frontend.link import EngineLink
 from engine.frontend.tokenizer import Tokenizer
 from engine.model.source import open_source, resolve_model
@@ -51,8 +52,10 @@ class LLM:
         """
         try:
             self.config = check(EngineConfig(model_path=model_path, **flags))
-        except TypeError as error:
-            raise ConfigError(f"LLM: {error}") from None
+        except TypeError:
+            known = {item.name for item in dataclasses.fields(EngineConfig)}
+            wrong = next(name for name in flags if name not in known)
+            raise ConfigError(f"{wrong}: no such flag; allowed are the fields of EngineConfig") from None
         source = open_source(resolve_model(model_path), self.config.load_format)
         topology = Topology.build(
             0,
@@ -90,8 +93,9 @@ class LLM:
         """Answer prompts (texts or lists of ids); one prompt gives one answer, several a list in their order.
 
         `sampling_params` is one dict for all or one for each prompt, `fields` are further fields of `/generate` that
-        hold for all prompts (`return_logprob=True`). Answers have the shape of `/generate`; with `n` > 1 each is a list.
-        Raises ValueError for what `/generate` would refuse.
+        hold for all prompts (`return_logprob=True`). Answers have the shape of `/generate`; with `n` > 1 each is a
+        list.
+        Raises ValueError for what `/generate` would refuse, with its words, and RuntimeError when the ranks are gone.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Any] = [prompts] if single else list(prompts)
@@ -99,9 +103,13 @@ class LLM:
         if sampling_params is not None and not isinstance(sampling_params, dict):
             params = list(sampling_params)
             if len(params) != len(listed):
-                raise ValueError(f"sampling_params: {len(params)} for {len(listed)} prompts; allowed is one for each")
+                raise ValueError(
+                    f"sampling_params: {len(params)} for {len(listed)} prompts; allowed is one for each"
+                )
         bodies = [
-            native.read_body({("text" if isinstance(p, str) else "input_ids"): p, "sampling_params": s, **fields})
+            native.read_body(
+                {("text" if isinstance(p, str) else "input_ids"): p, "sampling_params": s, **fields}
+            )
             for p, s in zip(listed, params, strict=True)
         ]
         answers = self._runner.run(self._answer_all(bodies, progress))
@@ -138,8 +146,14 @@ class LLM:
                 bar.advance(task)
                 return answer
 
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(body)) for body in bodies]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(body)) for body in bodies]
+            except* ApiError as failed:
+                first = failed.exceptions[0]
+                assert isinstance(first, ApiError)
+                kind = ValueError if first.status < 500 else RuntimeError
+                raise kind(first.message) from None
         return [done.result() for done in tasks]
 
 

@@ -66,7 +66,7 @@ def test_parted_replicas_stop_before_a_token_of_that_step_leaves(dense, rank):
     with serve(*layout(dense, pp_size=2), faults=flip, probe=False) as service:
         stream = service.stream([5, 6, 7], 200).wait_end()
         assert stream.error["code"] == 503 and "DIVERGED" in stream.error["message"]
-        assert 20 < len(stream.output_ids) < step
+        assert 5 < len(stream.output_ids) < step  # one request gains at most a token a step
         assert stream.output_ids == dense.answers([[5, 6, 7]], 200)[0].ids[: len(stream.output_ids)]
         assert service.wait_exit() == 70
         told = re.search(r"DIVERGED step=(\d+) rank=1 vs rank=0 field='(\w+)' (\d) != (\d)", service.last_line)

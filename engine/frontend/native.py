@@ -26,9 +26,10 @@ from engine.frontend.admission import (
     complete,
     stop_strings,
 )
+from engine.frontend.bodies import parse_body
 from engine.frontend.detokenizer import StopStrings
 from engine.frontend.errors import invalid
-from engine.frontend.generation import Ask, Delta, Sequence, Service
+from engine.frontend.generation import Ask, Delta, Generation, Sequence, Service
 from engine.frontend.tokenizer import Tokenizer
 from engine.types import FinishReason, SamplingParams, TokenLogprob
 
@@ -80,18 +81,42 @@ _NO_FIELDS = SamplingFields()
 
 
 async def generate(service: Service, request: Request) -> Response:
-    """Answer one call. Raises ApiError."""
+    """Answer one call over HTTP. Raises ApiError."""
     service.check_open()
     body = await answers.received(request, service.text_threads, GenerateBody, strict=SamplingFields)
-    asks, one = await _asks(service, body)
-    whole_rid = body.rid if isinstance(body.rid, str) else None
-    generation = service.start(asks, whole_rid)
-    shape = _NativeShape(service.tokenizer, indexed=not one, texts=bool(body.return_text_in_logprobs))
+    generation, shape, one = await _start(service, body)
     if body.stream:
         return await answers.stream(request, generation, shape)
     await answers.finished(request, generation)
+    return answers.json_answer(_answer(generation, shape, one))
+
+
+def read_body(fields: dict[str, Any]) -> GenerateBody:
+    """A body given as plain values, read as if it had come over HTTP. Raises ApiError."""
+    return parse_body(msgspec.json.encode(fields), GenerateBody, strict=SamplingFields)
+
+
+async def answer(service: Service, body: GenerateBody) -> Any:
+    """Answer one call in this process: what an unstreamed call over HTTP would get. Raises ApiError."""
+    generation, shape, one = await _start(service, body)
+    try:
+        await generation.finish()
+    finally:
+        generation.close()
+    return _answer(generation, shape, one)
+
+
+async def _start(service: Service, body: GenerateBody) -> tuple[Generation, _NativeShape, bool]:
+    """Send a call to the leader; the flag says whether its answer is one object rather than a list."""
+    asks, one = await _asks(service, body)
+    whole_rid = body.rid if isinstance(body.rid, str) else None
+    shape = _NativeShape(service.tokenizer, indexed=not one, texts=bool(body.return_text_in_logprobs))
+    return service.start(asks, whole_rid), shape, one
+
+
+def _answer(generation: Generation, shape: _NativeShape, one: bool) -> Any:
     shown = [shape.answer(sequence) for sequence in generation.sequences]
-    return answers.json_answer(shown[0] if one else shown)
+    return shown[0] if one else shown
 
 
 # ---- the body into asks -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -11,9 +12,11 @@ from engine.types import Ready
 def show_ready(ready: Ready, url: str, console: Console | None = None) -> None:
     """Print the start-up table to standard error: what each rank holds, and what was agreed."""
     console = console or Console(stderr=True)
-    table = Table(title=f"{ready.dtype} on {ready.device}, pages of {ready.page_size} tokens")
+    table = Table(
+        title=f"{ready.dtype} on {ready.device}, pages of {ready.page_size} tokens", box=box.SIMPLE_HEAD
+    )
     several = len({size.host_name for size in ready.stages}) > 1
-    headings = ["rank", "layers", "bytes/token", "tokens: own", "agreed", "weights", "cache"]
+    headings = ["rank", "layers", "bytes/token", "own tokens", "agreed", "weights", "cache"]
     for heading in headings + ["machine"] * several:
         table.add_column(heading, justify="right", no_wrap=True)
     for size in ready.stages:

@@ -10,10 +10,7 @@ from __future__ import annotations
 import torch
 
 from engine.mem_cache.pool.device import DeviceKVPool
-from engine.model.batch import TRIANGLE_ROWS, Batch, DecodeRows, PrefillSpan
-
-_BLOCK_ROWS = TRIANGLE_ROWS
-"""Rows of a prefill span that read together: scores of a block stay in cache, and keys after a block are not read."""
+from engine.model.batch import PREFILL_BLOCK_ROWS, Batch, DecodeRows, PrefillSpan
 
 
 def paged_attention(query: torch.Tensor, pool: DeviceKVPool, layer: int, batch: Batch) -> torch.Tensor:
@@ -28,7 +25,9 @@ def paged_attention(query: torch.Tensor, pool: DeviceKVPool, layer: int, batch: 
         _prefill(query[span.rows], pool, layer, span, output[span.rows])
     for decodes in batch.decodes:
         assert decodes.rows is not None, "rows that are not alone in their batch say which they are"
-        output.index_copy_(0, decodes.rows, _decode(query.index_select(0, decodes.rows), pool, layer, decodes))
+        output.index_copy_(
+            0, decodes.rows, _decode(query.index_select(0, decodes.rows), pool, layer, decodes)
+        )
     return output
 
 
@@ -39,8 +38,8 @@ def _prefill(
     rows, _, head_dim = query.shape
     kv_heads = pool.record_shape[1]
     keys, values = pool.read(layer, span.pages)[: span.end].permute(1, 2, 0, 3)
-    for first in range(0, rows, _BLOCK_ROWS):
-        block = query[first : first + _BLOCK_ROWS]
+    for first in range(0, rows, PREFILL_BLOCK_ROWS):
+        block = query[first : first + PREFILL_BLOCK_ROWS]
         count = block.shape[0]
         end = span.start + first + count
         folded = block.view(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)

@@ -119,12 +119,13 @@ def _scored(span: Span, first_row: int) -> ScoredRows:
     )
 
 
+PREFILL_BLOCK_ROWS = 128
+"""Rows of a prefill span that read together: a block's scores stay in cache, and keys after a block are not read."""
 _SAVED_TOKENS_MIN = 512
 """Reading a common prefix once pays when it spares this many tokens, about what joining the two parts costs."""
 _GROUP_TOKENS_MAX = 4096
 """Most tokens, filling included, that rows read in one go: their copy stays near the caches' size, and short
 sequences are not filled up to the length of a very long one."""
-TRIANGLE_ROWS = 128
 
 
 class _Builder:
@@ -143,7 +144,7 @@ class _Builder:
     def prefills(self, placed: Sequence[tuple[Span, int]]) -> tuple[PrefillSpan, ...]:
         if not placed:
             return ()
-        size = min(max(span.count for span, _ in placed), TRIANGLE_ROWS)
+        size = min(max(span.count for span, _ in placed), PREFILL_BLOCK_ROWS)
         triangle = torch.full((size, size), -torch.inf, dtype=self.dtype, device=self.device).triu_(1)
         return tuple(
             PrefillSpan(
@@ -176,9 +177,7 @@ class _Builder:
             for part in self._parts(members, shared)
         )
 
-    def _parts(
-        self, members: list[tuple[Span, int]], shared: int
-    ) -> Iterator[list[tuple[Span, int]]]:
+    def _parts(self, members: list[tuple[Span, int]], shared: int) -> Iterator[list[tuple[Span, int]]]:
         """Cut a group so that each part reads a bounded number of tokens beyond the shared ones."""
         skipped = shared * self.page_size
         if max(span.end for span, _ in members) - skipped <= _GROUP_TOKENS_MAX // len(members):
