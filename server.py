@@ -13,7 +13,9 @@ import asyncio
 import functools
 import logging
 import os
+import signal
 import sys
+from typing import NoReturn
 
 from engine.config import ConfigError, EngineConfig, parse_flags
 from engine.distributed.launch import (
@@ -44,6 +46,10 @@ def main(arguments: list[str]) -> int:
     try:
         place = read_place(os.environ)
         hold_lifeline(place)
+        if place.role != "rank":
+            # Until the event loop takes them over: what has been made by then is still cleared away.
+            signal.signal(signal.SIGTERM, _stop)
+            signal.signal(signal.SIGINT, _stop)
         config = parse_flags(arguments)
         read_faults()  # nonsense is refused here, before anything is started
         source = open_source(resolve_model(config.model_path), config.load_format)
@@ -103,6 +109,7 @@ def _be_front_end(config: EngineConfig, source: ModelSource, topology: Topology,
         watch = functools.partial(_first_exit, children)
         fatal = run(config, source, tokenizer, children.front, listener, on_ready=show_ready, watch=watch)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way and takes seconds
         if children is not None:
             children.terminate(LEAVE_S)
         folder.remove()
@@ -123,6 +130,11 @@ async def _first_exit(children: Children) -> Fatal:
     if cause.code == ExitCode.RANK_LOST and all(one.name != "rank 0" for one in exits):
         message = f"rank 0 (pid {children.pids['rank 0']}) is silent: {cause}"
     return Fatal(exit_code=ExitCode.RANK_LOST, message=message)
+
+
+def _stop(*_: object) -> NoReturn:
+    """A signal during the start: leave by way of every `finally`."""
+    raise SystemExit(ExitCode.DRAINED)
 
 
 def _say(fatal: Fatal) -> int:

@@ -3,6 +3,7 @@
 {"flip": {"rank": 1, "step": 40, "field": "retractions"}}    one replica's number is changed before that step
 {"slow": {"rank": 1, "seconds": 0.2}}                        each step of that rank takes longer
 {"memory": {"rank": 1, "bytes": 1000000}}                    that rank believes to have so little for its pool
+{"load": {"rank": 1, "seconds": 30}}                         that rank's weights take longer to load
 """
 
 from __future__ import annotations
@@ -37,12 +38,20 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
 
 
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Make the loading of a rank's weights longer, so that something can happen during the start."""
+
+    rank: int
+    seconds: float
+
+
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is to go wrong."""
 
     flip: Flip | None = None
     slow: Slow | None = None
     memory: Memory | None = None
+    load: Load | None = None
 
 
 def read_faults() -> Faults:

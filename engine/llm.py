@@ -107,10 +107,8 @@ class LLM:
                     f"sampling_params: {len(params)} for {len(listed)} prompts; allowed is one for each"
                 )
         bodies = [
-            native.read_body(
-                {("text" if isinstance(p, str) else "input_ids"): p, "sampling_params": s, **fields}
-            )
-            for p, s in zip(listed, params, strict=True)
+            {("text" if isinstance(prompt, str) else "input_ids"): prompt, "sampling_params": one, **fields}
+            for prompt, one in zip(listed, params, strict=True)
         ]
         answers = self._runner.run(self._answer_all(bodies, progress))
         return answers[0] if single else answers
@@ -131,7 +129,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    async def _answer_all(self, bodies: list[native.GenerateBody], progress: bool) -> list[Any]:
+    async def _answer_all(self, bodies: list[dict[str, Any]], progress: bool) -> list[Any]:
         """All answers, with as many requests under way as the ranks take."""
         service = self._front.service
         # A call of n sequences counts as one here; the leader's queue is far longer than this.
@@ -140,9 +138,9 @@ class LLM:
         with Progress(console=console, disable=not (progress and console.is_terminal), transient=True) as bar:
             task = bar.add_task("generating", total=len(bodies))
 
-            async def one(body: native.GenerateBody) -> Any:
+            async def one(body: dict[str, Any]) -> Any:
                 async with places:
-                    answer = await native.answer(service, body)
+                    answer = await native.answer(service, native.read_body(body))
                 bar.advance(task)
                 return answer
 

@@ -78,6 +78,9 @@ def start(
     memory = host_memory()
     weights_bytes = parameter_count(source.spec, topology.layers) * dtype.itemsize
     with _voting(agreement, "weights", LOADING_S):
+        if faults.load is not None and faults.load.rank == topology.rank:
+            log.warning("a fault on purpose: weights take %g s longer", faults.load.seconds)
+            time.sleep(faults.load.seconds)
         weights = load_weights(
             source,
             topology.layers,

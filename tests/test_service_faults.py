@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.service import FP32, run_to_end, serve, until
+from tests.service import FP32, free_port, run_to_end, serve, until
 
 pytestmark = pytest.mark.process
 
@@ -71,3 +71,93 @@ def test_parted_replicas_stop_before_a_token_of_that_step_leaves(dense, rank):
         assert service.wait_exit() == 70
         told = re.search(r"DIVERGED step=(\d+) rank=1 vs rank=0 field='(\w+)' (\d) != (\d)", service.last_line)
         assert told.groups() == (str(step), "retractions", str(rank), str(1 - rank))
+
+
+SLOW_START = {"load": {"rank": 1, "seconds": 600}}
+
+
+def wait_for_weights(service):
+    """The ranks have met and one of them loads for ever."""
+    until(lambda: "a fault on purpose" in service.stderr, "a rank loads its weights")
+
+
+@pytest.mark.parametrize("role", ["front end", "rank 0", "rank 1", "rank 2"])
+def test_a_kill_while_weights_load(dense, role):
+    with serve(*layout(dense, pp_size=3), faults=SLOW_START, wait=False) as service:
+        wait_for_weights(service)
+        service.signal(role, signal.SIGKILL)
+        assert service.wait_exit(GONE_S) == (-signal.SIGKILL if role == "front end" else 71)
+        assert role == "front end" or role in service.last_line
+
+
+@pytest.mark.parametrize("role", ["rank 0", "rank 1"])
+def test_a_kill_before_the_ranks_have_met(dense, role):
+    with serve(*layout(dense, pp_size=2), wait=False) as service:
+        until(lambda: role in service.living(), f"{role} has been started")
+        service.signal(role, signal.SIGKILL)
+        assert service.wait_exit(GONE_S) == 71
+        assert role in service.last_line
+
+
+def test_a_kill_while_idle(dense):
+    with serve(*layout(dense, pp_size=2)) as service:
+        service.check_idle()
+        service.signal("rank 1", signal.SIGKILL)
+        assert service.wait_exit(GONE_S) == 71
+        assert "rank 1" in service.last_line
+
+
+def test_sigterm_lets_streams_finish_and_the_port_is_free_again(dense):
+    # sglang#23627, vllm#32965: workers are killed before they can clean up; a restart finds the port taken.
+    port = str(free_port())
+    flags = layout(dense, "--port", port, pp_size=3)
+    with serve(*flags) as service:
+        streams = [service.stream([number, 2, 3], 300) for number in range(4)]
+        for stream in streams:
+            stream.wait_tokens(3)
+        service.terminate()
+        until(lambda: "draining" in service.stderr, "the service drains")
+        refused = service.post("/generate", {"input_ids": [1]})
+        assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        for stream in streams:
+            stream.wait_end()
+            assert (stream.finish, stream.terminators, len(stream.output_ids)) == ("length", 1, 300)
+        assert service.wait_exit() == 0
+        assert not service.run_folders()
+    with serve(*flags) as service:
+        assert service.url.endswith(port)
+        service.check_idle()
+
+
+def test_sigterm_ends_what_does_not_finish_in_time(dense):
+    with serve(*layout(dense, "--drain-timeout", "1", pp_size=2)) as service:
+        streams = long_streams(service, 4)
+        service.terminate()
+        for stream in streams:
+            stream.wait_end(GONE_S)
+            assert stream.error["code"] == 503 and stream.terminators == 1
+        assert service.wait_exit() == 0
+        assert not service.run_folders()
+
+
+def test_a_second_sigterm_ends_at_once(dense):
+    with serve(*layout(dense, pp_size=2), probe=False) as service:
+        streams = long_streams(service, 4)
+        service.terminate()
+        until(lambda: "draining" in service.stderr, "the service drains")
+        service.terminate()
+        assert service.wait_exit(GONE_S) == 128 + signal.SIGTERM
+        assert all(stream.wait_end().failed for stream in streams)
+        assert not service.run_folders()
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_sigterm_during_the_start(dense, met):
+    with serve(*layout(dense, pp_size=2), faults=SLOW_START, wait=False) as service:
+        if met:
+            wait_for_weights(service)
+        else:
+            until(lambda: len(service.living()) == 3, "all processes have been started")
+        service.terminate()
+        assert service.wait_exit(GONE_S) in (0, -signal.SIGTERM)
+        assert not service.run_folders()

@@ -48,7 +48,7 @@ class GgufTensor:
 
     def read_rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows [start, stop) as float32, [stop - start, columns]; nothing else of the file is read."""
-        assert 0 <= start <= stop <= self.row_count, (
+        assert 0 <= start < stop <= self.row_count, (
             f"rows {start}..{stop} of {self.row_count} in {self.name}"
         )
         with self.path.open("rb") as file:

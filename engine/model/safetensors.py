@@ -40,7 +40,7 @@ class SafetensorsTensor:
 
     def read_rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows [start, stop) as float32, [stop - start, columns]. Exact for every kind of float that is allowed."""
-        assert 0 <= start <= stop <= self.row_count, (
+        assert 0 <= start < stop <= self.row_count, (
             f"rows {start}..{stop} of {self.row_count} in {self.name}"
         )
         if self.kind not in _FLOATS:
