@@ -102,7 +102,7 @@ class Worker:
         hidden = None
         if not self._topology.is_first_stage:
             shape = (batch.row_count, started.decoder.spec.hidden_size)
-            hidden = self.hidden_in.take(plan.step, plan.digest, shape, started.dtype)
+            hidden = self.hidden_in.take(plan.step, plan.digest, shape, started.dtype).to(started.device)
         hidden = started.decoder.forward(batch, hidden, started.pool)
         if self._next_link is not None:
             pipe.send(self._next_link, plan.step, plan.digest, hidden)
