@@ -25,10 +25,12 @@ from engine.distributed.launch import (
     front_socket,
     hold_lifeline,
     read_place,
+    read_secret,
     start_ranks,
     thread_environment,
     threads_per_rank,
 )
+from engine.distributed.rendezvous import listen
 from engine.distributed.run_folder import RunFolder
 from engine.faults import read_faults
 from engine.model.source import ModelSource, open_source, resolve_model
@@ -51,7 +53,11 @@ def main(arguments: list[str]) -> int:
             signal.signal(signal.SIGTERM, _stop)
             signal.signal(signal.SIGINT, _stop)
         config = parse_flags(arguments)
-        read_faults()  # nonsense is refused here, before anything is started
+        # What only ranks use is read here too, so that nonsense is refused before anything is started.
+        read_faults()
+        if config.link_address is not None:
+            read_secret(os.environ)
+            listen(config.link_address, place.rank)[0].close()
         source = open_source(resolve_model(config.model_path), config.load_format)
         topology = Topology.build(
             place.rank,

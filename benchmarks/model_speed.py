@@ -4,8 +4,8 @@
 
 Measured are the model's steps alone (no scheduler, no server): prefill of 512 tokens, a decode step of one sequence
 and one of 16 sequences with 600 tokens each, of which 512 are common. Contestants take turns within a round and the
-median over rounds is shown, so that other work on the machine hits all alike; its load is printed beside. `transformers`
-reads its cache as contiguous tensors and holds the common prefix 16 times, as its static batching does.
+median over rounds is shown, so that other work on the machine hits all alike; its load is printed beside.
+`transformers` reads its cache as contiguous tensors and holds the common prefix 16 times, as static batching does.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class Follower:
         if link is not self._leader_link:
             log.warning("%s sent a frame of kind %s, which is not its to send", link.name, frame.kind.name)
         elif frame.kind is Kind.FATAL:
-            self._stage.end(msgspec.msgpack.decode(frame.body, type=Fatal).exit_code)
+            self._obey_end(msgspec.msgpack.decode(frame.body, type=Fatal))
         elif frame.kind is Kind.ENTRY and self._stage.scheduler is None:
             self._early.append(frame)
         elif frame.kind is Kind.ENTRY:
@@ -282,6 +282,12 @@ class Follower:
             self._leader_link.send(Kind.STATUS, msgspec.msgpack.encode(self._stage.status()))
         elif control.action == "shutdown":
             self._stage.end(ExitCode.DRAINED)
+
+    def _obey_end(self, fatal: Fatal) -> None:
+        """Leave with the leader's code. Where the front end's last line may be on another machine, say it here too."""
+        if fatal.exit_code != ExitCode.DRAINED and self._stage.config.link_address is not None:
+            log.error("%s", fatal.message)
+        self._stage.end(fatal.exit_code)
 
     def lost(self, link: Link, reason: str) -> None:
         """Without the leader there is nothing to obey; the loss of a neighbour is the leader's to judge."""

@@ -71,6 +71,8 @@ def start(
 ) -> Started:
     """Agree, load and allocate. Raises Refused or RankLost, with the same line on every rank."""
     device = _device(config, place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dtype = resolve_dtype(config.dtype, device)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else resolve_dtype(config.kv_cache_dtype, device)
     agreement.must_equal("handshake", _must_equal(config, source, topology, device, dtype, cache_dtype))
@@ -99,8 +101,8 @@ def start(
     local_tokens = tokens_for_budget(budget, bytes_per_token, config.page_size)
     if config.max_total_tokens is not None:
         local_tokens = min(local_tokens, config.max_total_tokens // config.page_size * config.page_size)
+    agreement.vote("budget", _too_small(local_tokens, budget, bytes_per_token, config))
     tokens = agreement.minimum("device capacity", local_tokens)
-    agreement.vote("device capacity", _too_small(tokens, budget, bytes_per_token, config))
     if device.type == "cpu":
         _check_host_memory(agreement, topology.rank, memory, tokens * bytes_per_token)
     with _voting(agreement, "pools"):
@@ -132,6 +134,7 @@ def start(
         local_tokens=local_tokens,
         agreed_tokens=tokens,
         pool_bytes=pool.byte_count,
+        machine_available_bytes=memory.available,
     )
     table = agreement.gather("table", (msgspec.to_builtins(size), os.getpid()))
     return Started(
@@ -206,8 +209,8 @@ def _budget(
     return max(int(memory.available * fraction) // local_ranks - weights_bytes, 0)
 
 
-def _too_small(tokens: int, budget: int, bytes_per_token: int, config: EngineConfig) -> str | None:
-    if tokens >= config.page_size:
+def _too_small(local_tokens: int, budget: int, bytes_per_token: int, config: EngineConfig) -> str | None:
+    if local_tokens >= config.page_size:
         return None
     return (
         f"--mem-fraction-static, --page-size: {budget} bytes for the device cache hold no page of {config.page_size} "

@@ -270,6 +270,8 @@ class StageSize(Wire, frozen=True, kw_only=True):
     """Device capacity that this rank could hold, before agreement."""
     agreed_tokens: int
     pool_bytes: int
+    machine_available_bytes: int
+    """Memory of this rank's machine that was available before anything was loaded."""
 
 
 class Ready(Wire, frozen=True, kw_only=True):
@@ -391,7 +393,8 @@ class Capacity:
     device_pages: int
     max_running_requests: int
     chunk_tokens: int
-    """Most rows in one step, but a prefill always gets a page; a whole context when chunked prefill is off."""
+    """Most rows of a step that computes a prompt, though no decode row is put off for it and a prefill always gets
+    a page; a whole context when chunked prefill is off."""
     depth: int
     """Most steps in flight."""
     context_length: int

@@ -35,7 +35,7 @@ class Reference:
     def __init__(self, folder: Path, file: str | None = None) -> None:
         """`file` is a GGUF file inside the folder."""
         self.folder = folder
-        self._file = file
+        self.file = file
         self._known: dict[tuple[tuple[int, ...], int], Answer] = {}
 
     @cached_property
@@ -45,7 +45,7 @@ class Reference:
         import transformers
 
         torch.set_num_threads(1)
-        extra = {"gguf_file": self._file} if self._file else {}
+        extra = {"gguf_file": self.file} if self.file else {}
         return transformers.AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32, attn_implementation="eager", **extra
         ).eval()
@@ -64,7 +64,9 @@ class Reference:
         assert all(answer.clear for answer in answers), "a prompt whose choices are not clear"
         return [answer.ids for answer in answers]
 
-    def clear_prompts(self, lengths: Sequence[int], n: int, seed: int, prefix: Sequence[int] = ()) -> list[list[int]]:
+    def clear_prompts(
+        self, lengths: Sequence[int], n: int, seed: int, prefix: Sequence[int] = ()
+    ) -> list[list[int]]:
         """One random prompt of each length, all with clear choices over `n` tokens, each with `prefix` before it."""
         generator = random.Random(seed)
         vocabulary = self.model.config.vocab_size
@@ -99,6 +101,9 @@ class Reference:
                 logprobs.append(logits.log_softmax(-1).gather(1, ids))
                 mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], dim=1)
         rows = zip(
-            torch.cat(chosen, 1).tolist(), torch.cat(logprobs, 1).tolist(), torch.stack(tops, 1).tolist(), strict=True
+            torch.cat(chosen, 1).tolist(),
+            torch.cat(logprobs, 1).tolist(),
+            torch.stack(tops, 1).tolist(),
+            strict=True,
         )
         return [Answer(*row, bool(good)) for row, good in zip(rows, clear, strict=True)]

@@ -61,7 +61,12 @@ def run_to_end(*flags: str, timeout_s: float = PATIENCE_S, **environment: str) -
     """Run `python server.py` with flags with which it cannot live; returns its exit code and lines of stderr."""
     command = [sys.executable, str(ROOT / "server.py"), "--port", "0", *flags]
     done = subprocess.run(
-        command, env=os.environ | environment, stderr=subprocess.PIPE, text=True, timeout=timeout_s, check=False
+        command,
+        env=os.environ | environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     return done.returncode, done.stderr.splitlines()
 
@@ -95,7 +100,7 @@ def serve(
             stderr=stderr,
             preexec_fn=_die_with_tests,
         )
-    service = Service(process, mark, folder)
+    service = Service(process, mark, folder, "torchrun" if torchrun else "front end")
     try:
         if wait:
             service.wait_ready()
@@ -114,13 +119,15 @@ def serve(
 class Service:
     """One running service."""
 
-    def __init__(self, process: subprocess.Popen[bytes], mark: str, folder: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, folder: Path, role: str) -> None:
+        """`role` is what the started process is: `front end` or `torchrun`."""
         self.process = process
         self.folder = folder
         """Its folder for temporary files, with its run folder while it lives, and its standard error."""
         self.url = ""
         self.client = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
         self._mark = mark
+        self._own_role = role
         self._alive_ids: list[int] | None = None
 
     # ---- processes ----
@@ -152,8 +159,14 @@ class Service:
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
                 if environment.get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found[_role(environment, process.pid == self.process.pid)] = process.pid
+                    found[self._role(process.pid, environment)] = process.pid
         return found
+
+    def _role(self, pid: int, environment: dict[str, str]) -> str:
+        if pid == self.process.pid:
+            return self._own_role
+        is_front_end = environment.get("LOCKSTEP_ROLE") == "front end"
+        return "front end" if is_front_end else f"rank {environment.get('RANK')}"
 
     def signal(self, role: str, number: int) -> None:
         """Send a signal to one process."""
@@ -198,6 +211,11 @@ class Service:
         assert response.status_code == 200, response.text
         return response.json()
 
+    def generate_n(self, prompt: list[int], n: int, **body: Any) -> list[dict[str, Any]]:
+        """The same where `sampling_params` asks for several sequences."""
+        answers: Any = self.generate(prompt, n, **body)
+        return answers
+
     def gen(self, prompt: list[int], n: int) -> list[int]:
         """Greedy ids that continue a prompt."""
         return self.generate(prompt, n)["output_ids"]
@@ -224,7 +242,9 @@ class Service:
         stages = info["stages"]
         for stage in stages:
             device = stage["device"]
-            assert device["available"] + device["evictable"] + device["protected"] == device["capacity"], stage
+            assert device["available"] + device["evictable"] + device["protected"] == device["capacity"], (
+                stage
+            )
             assert min(device.values()) >= 0, stage
             for name in ("device", "step", "digest", "running", "waiting", "counters"):
                 assert stage[name] == stages[0][name], f"stages differ in {name}: {stages}"
@@ -336,13 +356,6 @@ def native_body(prompt: list[int] | str, n: int, **body: Any) -> dict[str, Any]:
     asked = body.pop("sampling_params", {})
     sampling = {"temperature": 0, "max_new_tokens": n, "ignore_eos": True} | asked
     return {("text" if isinstance(prompt, str) else "input_ids"): prompt, "sampling_params": sampling} | body
-
-
-def _role(environment: dict[str, str], is_root: bool) -> str:
-    ours = environment.get("LOCKSTEP_ROLE")
-    if ours == "rank" or (ours is None and not is_root and "TORCHELASTIC_RUN_ID" in environment):
-        return f"rank {environment['RANK']}"
-    return ours or ("torchrun" if "TORCHELASTIC_RUN_ID" in environment else "front end")
 
 
 def _die_with_tests() -> None:

@@ -72,6 +72,20 @@ def test_each_event_is_part_of_the_digest():
     assert len(set(values)) == len(values)
 
 
+def test_every_page_given_out_is_part_of_the_digest():
+    values = []
+    for middle in ([1, 2], [2, 1]):
+        events = Accumulator()
+        allocator = PageAllocator(4, events)
+        allocator.allocate(4)
+        allocator.release([0, *middle, 3])
+        events.fold()
+        events.value = 0  # As if the order had come about unseen.
+        allocator.allocate(4)
+        values.append(events.fold())
+    assert values[0] != values[1]
+
+
 def test_ten_thousand_random_acts_against_a_list_of_holders():
     draw, events = random.Random(1), Accumulator()
     allocator = PageAllocator(50, events)

@@ -66,7 +66,13 @@ def test_digests_do_not_depend_on_the_process():
 
 
 def test_every_fact_of_a_request_that_decides_anything_is_in_the_digest():
-    plain = {"new": 5, "stop_token_ids": (3,), "min_new_tokens": 1, "return_logprob": True, "logprob_start": 2}
+    plain = {
+        "new": 5,
+        "stop_token_ids": (3,),
+        "min_new_tokens": 1,
+        "return_logprob": True,
+        "logprob_start": 2,
+    }
     changes = (
         {},
         {"new": 6},

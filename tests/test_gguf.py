@@ -41,9 +41,15 @@ def file(tmp_path_factory) -> Path:
 
 def test_metadata_and_tensors_equal_the_reference_reader(file: Path):
     ours, theirs = read_gguf(file), gguf.GGUFReader(file)
-    expected = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    expected = {
+        name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")
+    }
     assert ours.metadata == expected
-    assert ours.metadata["small.text"] == "wörld 你" and ours.metadata["tokenizer.ggml.tokens"] == ["a", "b", "ü"]
+    assert ours.metadata["small.text"] == "wörld 你" and ours.metadata["tokenizer.ggml.tokens"] == [
+        "a",
+        "b",
+        "ü",
+    ]
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         found = ours.tensors[tensor.name]
@@ -79,7 +85,7 @@ def test_flipped_bytes_give_an_error_or_bounded_content(file: Path, tmp_path: Pa
         except GgufError:
             continue
         for tensor in found.tensors.values():
-            assert 0 <= tensor.offset
+            assert tensor.offset >= 0
             assert tensor.offset + tensor.row_count * tensor.row_bytes <= len(data)
 
 
@@ -97,11 +103,23 @@ def test_flipped_bytes_give_an_error_or_bounded_content(file: Path, tmp_path: Pa
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**40) + b"x" * 40, "count of k"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77) + b"x" * 40, "value type 77"),
         # Arrays in arrays in arrays: bounded depth, not a crash of the parser.
-        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 9) + struct.pack("<IQ", 9, 1) * 2000, "value type 9"),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 9) + struct.pack("<IQ", 9, 1) * 2000,
+            "value type 9",
+        ),
         # A tensor of 2^63 rows whose byte count would wrap in 64 bits.
-        (b"GGUF" + struct.pack("<IQQQ1sIQQIQ", 3, 1, 0, 1, b"t", 2, 64, 2**63, 0, 0) + b"x" * 64, "tensor 't' ends at"),
-        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, 0, 2**63) + b"x" * 64, "tensor 't' ends at"),
-        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 0, 0, 0) + b"x" * 64, "cannot have the shape"),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIQQIQ", 3, 1, 0, 1, b"t", 2, 64, 2**63, 0, 0) + b"x" * 64,
+            "tensor 't' ends at",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, 0, 2**63) + b"x" * 64,
+            "tensor 't' ends at",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 0, 0, 0) + b"x" * 64,
+            "cannot have the shape",
+        ),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 33, 2, 0) + b"x" * 64, "Q4_0"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"t", 9) + b"x" * 64, "9 dimensions"),
     ],
@@ -116,7 +134,9 @@ def test_hostile_heads(content: bytes, words: str, tmp_path: Path):
 
 def test_a_kind_that_cannot_be_dequantised_is_refused_when_it_is_read(tmp_path: Path):
     path = tmp_path / "kind.gguf"
-    head = b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, int(gguf.GGMLQuantizationType.I32), 0)
+    head = b"GGUF" + struct.pack(
+        "<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, int(gguf.GGMLQuantizationType.I32), 0
+    )
     path.write_bytes(head + b"x" * 512)
     tensor = read_gguf(path).tensors["t"]
     with pytest.raises(GgufError, match="I32"):

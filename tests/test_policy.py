@@ -29,7 +29,9 @@ def test_a_request_fits_iff_all_rows_it_can_have_fit(prompt: int, new: int, fits
 @pytest.mark.parametrize("new", [1, 8, 64])
 def test_the_context_holds_prompt_and_output_exactly(length: int, new: int):
     """sglang#2876, #8096: no margins of one, five or seven tokens."""
-    problem = policy.does_not_fit(request(1, range(length), new), capacity(page_size=1, device_pages=4096, context_length=64))
+    problem = policy.does_not_fit(
+        request(1, range(length), new), capacity(page_size=1, device_pages=4096, context_length=64)
+    )
     assert (problem == "") == (length + new <= 64)
     if problem:
         assert f"{length + new}" in problem and "64" in problem
@@ -38,7 +40,9 @@ def test_the_context_holds_prompt_and_output_exactly(length: int, new: int):
 def test_the_fit_is_counted_in_whole_pages():
     counts = capacity(page_size=16, device_pages=2)
     assert policy.does_not_fit(request(1, range(17), 16), counts) == ""
-    assert "needs 48 tokens of cache, but the capacity is 32" in policy.does_not_fit(request(1, range(17), 17), counts)
+    assert "needs 48 tokens of cache, but the capacity is 32" in policy.does_not_fit(
+        request(1, range(17), 17), counts
+    )
 
 
 def test_an_empty_prompt_is_refused():

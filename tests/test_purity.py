@@ -1,7 +1,7 @@
 """Who may import whom, and what pure code must not do, read from the source itself.
 
-The pure half decides; it must come to the same decision in every process. Each check is also tried on a line that breaks it,
-so that a check which finds nothing is known to look.
+The pure half decides; it must come to the same decision in every process. Each check is also tried on a line that
+breaks it, so that a check which finds nothing is known to look.
 """
 
 from __future__ import annotations
@@ -15,14 +15,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("engine/**/*.py"))}
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("engine/**/*.py"))
+}
 
 DECIDING = [name for name in SOURCES if name.startswith("engine/scheduler/")]
 DECIDING += [name for name in SOURCES if name.startswith("engine/mem_cache/") and "/pool/" not in name]
 PURE_ALONE = ("types", "config", "topology", "planner", "replay", "model/spec", "mem_cache/sizing")
 PURE = [*DECIDING, *(f"engine/{name}.py" for name in PURE_ALONE if f"engine/{name}.py" in SOURCES)]
-OUTSIDE = {"torch", "numpy", "time", "random", "secrets", "uuid", "threading", "asyncio", "os", "socket", "datetime"}
-OPEN_TO_ALL = {"engine.types", "engine.config", "engine.topology", "engine.mem_cache.sizing", "engine.model.spec"}
+OUTSIDE = {
+    "torch",
+    "numpy",
+    "time",
+    "random",
+    "secrets",
+    "uuid",
+    "threading",
+    "asyncio",
+    "os",
+    "socket",
+    "datetime",
+}
+OPEN_TO_ALL = {
+    "engine.types",
+    "engine.config",
+    "engine.topology",
+    "engine.mem_cache.sizing",
+    "engine.model.spec",
+}
 MEETING_POINTS = ("engine/stage.py", "engine/leader.py", "engine/llm.py", "engine/replay.py")
 PICKLING = ("send_pyobj", "recv_pyobj", "all_gather_object", "gather_object", "scatter_object_list")
 PICKLING += ("broadcast_object_list", "send_object_list", "recv_object_list")
@@ -65,8 +85,8 @@ def set_names(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Assign) and is_set(node.value, names):
             names |= {ast.unparse(target) for target in node.targets}
         elif isinstance(node, ast.AnnAssign | ast.arg) and node.annotation is not None:
-            if ast.unparse(node.annotation).startswith(("set", "frozenset")):
-                names.add(node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
+            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+            names |= {name} if ast.unparse(node.annotation).startswith(("set", "frozenset")) else set()
     return names
 
 
@@ -82,7 +102,18 @@ def impurities(source: str, *, deciding: bool) -> list[str]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in ("hash", "id", "globals", "input", "open"):
                 found.append(f"calls {node.func.id}()")
-            if node.func.id in ("list", "tuple", "iter", "enumerate", "zip", "max", "min", "next", "map", "filter"):
+            if node.func.id in (
+                "list",
+                "tuple",
+                "iter",
+                "enumerate",
+                "zip",
+                "max",
+                "min",
+                "next",
+                "map",
+                "filter",
+            ):
                 iterated = list(node.args)
             if deciding and node.func.id == "float":
                 found.append("makes a float")
@@ -98,14 +129,20 @@ def impurities(source: str, *, deciding: bool) -> list[str]:
 
 def unpicklings(source: str) -> list[str]:
     """Ways in which foreign bytes could become code."""
-    found = [name for name in imports(source) if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill")]
+    found = [
+        name for name in imports(source) if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill")
+    ]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             if node.attr in PICKLING or (node.attr == "load" and ast.unparse(node.value) == "torch"):
                 found.append(ast.unparse(node))
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             found.append("allow_pickle")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("eval", "exec")
+        ):
             found.append(node.func.id)
     return found
 
@@ -134,7 +171,9 @@ def test_the_rest_sees_of_the_pure_half_only_what_is_open_to_all(path: str):
 def test_the_front_end_knows_the_wire_and_not_what_is_behind_it(path: str):
     wire = ("engine.distributed.frames", "engine.distributed.links")
     found = [name for name in imports(SOURCES[path]) if name.split(".")[0] == "torch"]
-    found += [name for name in imports(SOURCES[path]) if name.startswith("engine.distributed") and name not in wire]
+    found += [
+        name for name in imports(SOURCES[path]) if name.startswith("engine.distributed") and name not in wire
+    ]
     assert found == []
 
 
@@ -153,7 +192,9 @@ def test_files_and_functions_fit_the_head(path: str):
             assert node.end_lineno - node.lineno < FUNCTION_LINES_MAX, f"{node.name} is too long"
 
 
-@pytest.mark.parametrize("module", ["engine.scheduler.scheduler", "engine.scheduler.sequencer", "engine.frontend.serve"])
+@pytest.mark.parametrize(
+    "module", ["engine.scheduler.scheduler", "engine.scheduler.sequencer", "engine.frontend.serve"]
+)
 def test_neither_the_scheduler_nor_the_front_end_loads_torch(module: str):
     code = f"import {module}, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -181,12 +222,16 @@ def test_what_no_pure_source_may_hold_is_found(line: str):
     assert impurities(line, deciding=False)
 
 
-@pytest.mark.parametrize("line", ["x = 1 / 2", "x /= 2", "x = 0.5", "x = float(y)", "x = {1, 2}", "x = y in set(z)"])
+@pytest.mark.parametrize(
+    "line", ["x = 1 / 2", "x /= 2", "x = 0.5", "x = float(y)", "x = {1, 2}", "x = y in set(z)"]
+)
 def test_what_no_deciding_source_may_hold_is_found(line: str):
     assert impurities(line, deciding=True) and not impurities(line, deciding=False)
 
 
-@pytest.mark.parametrize("line", ["x: float = y", "x = y // 2", "for x in sorted(y): pass", "x = {1: 2}\nfor y in x: pass"])
+@pytest.mark.parametrize(
+    "line", ["x: float = y", "x = y // 2", "for x in sorted(y): pass", "x = {1: 2}\nfor y in x: pass"]
+)
 def test_what_is_allowed_is_not_found(line: str):
     assert impurities(line, deciding=True) == []
 

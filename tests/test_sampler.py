@@ -36,7 +36,11 @@ def assert_follows(found: dict[int, float], expected: torch.Tensor, draws: int =
     """No token outside the support, and every frequency within five standard deviations."""
     for token, probability in enumerate(expected.tolist()):
         deviation = math.sqrt(max(probability * (1 - probability), 1e-9) / draws)
-        assert abs(found.get(token, 0.0) - probability) <= 5 * deviation, (token, probability, found.get(token))
+        assert abs(found.get(token, 0.0) - probability) <= 5 * deviation, (
+            token,
+            probability,
+            found.get(token),
+        )
         assert probability > 0 or token not in found
 
 
@@ -74,7 +78,7 @@ def test_truncation_equals_transformers(logits, params, warper):
 
 
 def test_truncations_look_at_the_whole_distribution_each():
-    """Joint, as SGLang's: 0.4, 0.3, 0.2, 0.1 under top_k 3 and top_p 0.75 keeps three; one after the other would keep two."""
+    """Joint, as SGLang's: top_k 3 and top_p 0.75 keep three of these; one after the other would keep two."""
     probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
     found = frequencies(probabilities.log(), temperature=1.0, top_k=3, top_p=0.75)
     assert_follows(found, torch.tensor([0.0, 4 / 9, 2 / 9, 3 / 9]))
@@ -130,9 +134,7 @@ def test_extreme_random_numbers_stay_in_the_support(random_bits, params):
     logits[0, 3:6] = torch.tensor([1.0, 2.0, 0.5])
     item = Sample(SamplingParams(max_new_tokens=1, **params), 0, random_bits, (), (), ())
     token = sample(logits, [item])[0]
-    order = [3, 4, 5] if not params else [4, 3, 5]
-    kept = order[:2] if params == {"top_p": 0.9} and 0.9 < (math.e + math.e**2) / (math.e + math.e**2 + math.e**0.5) else order
-    assert token == (kept[0] if random_bits == 0 else kept[-1])
+    assert token == (3 if random_bits == 0 else 5)
 
 
 def test_tiny_temperature_is_greedy():
@@ -146,7 +148,9 @@ def test_repetition_penalty_equals_transformers(logits):
 
     history = [3, 7, 7, 11]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([history]), logits[None].clone())[0]
-    found = frequencies(logits, temperature=1.0, repetition_penalty=1.7, prompt=history[:2], output=history[2:])
+    found = frequencies(
+        logits, temperature=1.0, repetition_penalty=1.7, prompt=history[:2], output=history[2:]
+    )
     assert_follows(found, torch.softmax(expected, -1))
 
 
@@ -163,7 +167,9 @@ def test_frequency_and_presence_count_output_only(logits):
 def test_additive_penalties_come_before_the_repetition_penalty():
     logits = torch.tensor([[1.0, 0.0]])
     # 1 - 2 = -1 is negative and so multiplied: -2 < -1.5. The other order would give 0.5 - 2 = -1.5, a tie.
-    item = make(temperature=0.0, presence_penalty=2.0, repetition_penalty=2.0, output=(0,), logit_bias=((1, -1.9),))
+    item = make(
+        temperature=0.0, presence_penalty=2.0, repetition_penalty=2.0, output=(0,), logit_bias=((1, -1.9),)
+    )
     assert sample(logits, [item]) == [1]
 
 
@@ -175,7 +181,7 @@ def test_bias_and_bans():
 
 
 def test_ids_that_the_model_does_not_have_harm_nothing():
-    """sglang#40076 and its kin: one bad request kills the server. Ids are checked at the door; this is the second wall."""
+    """sglang#40076: one bad request kills the server. Ids are checked at the door; this is the second wall."""
     logits = torch.zeros(1, VOCABULARY)
     items = [make(temperature=0.0, banned=(10**9, -1), logit_bias=((10**9, 5.0), (-3, 5.0)))]
     assert 0 <= sample(logits, items)[0] < VOCABULARY
@@ -201,4 +207,4 @@ def test_logprobs_are_of_the_models_own_distribution(logits):
 def test_more_alternatives_than_the_vocabulary_has(logits):
     (entry,) = token_logprobs(logits[None], [0], [0], [10**9])
     assert len(entry.top) == 40
-    assert token_logprobs(logits[:0].view(0, 40) if False else torch.zeros(0, 40), [], [], []) == []
+    assert token_logprobs(torch.zeros(0, 40), [], [], []) == []

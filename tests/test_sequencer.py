@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from engine.scheduler import sequencer
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequencer import DRAIN_MESSAGE, LAG_STEPS_MAX, Sequencer
 from engine.types import Abort, Control, Entry, Finish, FinishedStep, Plan, Report, RetiredStep
@@ -126,6 +129,28 @@ def test_a_full_queue_answers_429_and_counts_free_slots():
     leader.sequencer.abort(Abort(request_id=0, message="left"))
     leader.turn()
     assert leader.sequencer.submit((request(9, range(4)),)) is None
+
+
+def test_the_ids_that_wait_to_be_logged_are_limited(monkeypatch: pytest.MonkeyPatch):
+    """An entry takes all that waits, and must fit into a frame; what comes alone has come in a frame."""
+    monkeypatch.setattr(sequencer, "INBOX_IDS_MAX", 50)
+    leader = Leader()
+    assert leader.sequencer.submit((request(1, range(60)),)) is None
+    refused = leader.sequencer.submit((request(2, range(4)),))
+    assert refused.status == 429 and "64 tokens would wait to be logged, at most 50 may" in refused.message
+    leader.turn()
+    assert leader.sequencer.submit((request(2, range(40)),)) is None
+    assert leader.sequencer.submit((request(3, range(10)),)) is None
+    assert leader.sequencer.submit((request(4, range(1)),)).status == 429
+
+
+def test_a_second_abort_is_no_news():
+    leader = Leader()
+    leader.sequencer.submit((request(1, range(4)),))
+    for message in ("left", "left again"):
+        leader.sequencer.abort(Abort(request_id=1, message=message))
+    entry, _ = leader.turn()
+    assert [abort.message for abort in entry.aborts] == ["left"]
 
 
 def test_a_drain_refuses_newcomers_lets_the_rest_finish_and_shuts_down():

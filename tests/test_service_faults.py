@@ -1,12 +1,17 @@
 """Real processes that die, stop, part or are told to end: every client hears of it, and nothing is left behind."""
 
+import json
 import re
+import shutil
 import signal
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from tests.reference import Reference
 from tests.service import FP32, free_port, run_to_end, serve, until
+from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.process
 
@@ -16,7 +21,16 @@ GONE_S = 20.0
 
 
 def layout(dense, *flags, pp_size):
-    return ("--model-path", str(dense.folder), *FP32, "--pp-size", str(pp_size), "--max-total-tokens", "16384", *flags)
+    return (
+        "--model-path",
+        str(dense.folder),
+        *FP32,
+        "--pp-size",
+        str(pp_size),
+        "--max-total-tokens",
+        "16384",
+        *flags,
+    )
 
 
 def long_streams(service, count=8):
@@ -69,7 +83,9 @@ def test_parted_replicas_stop_before_a_token_of_that_step_leaves(dense, rank):
         assert 5 < len(stream.output_ids) < step  # one request gains at most a token a step
         assert stream.output_ids == dense.answers([[5, 6, 7]], 200)[0].ids[: len(stream.output_ids)]
         assert service.wait_exit() == 70
-        told = re.search(r"DIVERGED step=(\d+) rank=1 vs rank=0 field='(\w+)' (\d) != (\d)", service.last_line)
+        told = re.search(
+            r"DIVERGED step=(\d+) rank=1 vs rank=0 field='(\w+)' (\d) != (\d)", service.last_line
+        )
         assert told.groups() == (str(step), "retractions", str(rank), str(1 - rank))
 
 
@@ -161,3 +177,61 @@ def test_sigterm_during_the_start(dense, met):
         service.terminate()
         assert service.wait_exit(GONE_S) in (0, -signal.SIGTERM)
         assert not service.run_folders()
+
+
+def test_ranks_of_a_killed_front_end_leave_their_folder_to_the_next_service(dense):
+    # sglang#34755: two servers on one host; a restart that joins what is left of the dead one.
+    with serve(*layout(dense, pp_size=2), wait=False) as service:
+        until(lambda: service.run_folders(), "the run folder has been made")
+        service.process.kill()
+        assert service.wait_exit(GONE_S) == -signal.SIGKILL
+        (dead,) = service.run_folders()
+        with serve(*layout(dense, pp_size=2), wait=False, TMPDIR=str(service.folder)):
+            until(lambda: not dead.exists(), "the dead service's folder has been cleared away")
+
+
+def test_two_services_at_the_same_moment_with_a_stale_environment(dense, tmp_path):
+    # sglang#34755, sglang#37215, vllm#15987: rendezvous ports that somebody else takes; variables of a past launcher.
+    other = Reference(make_tiny(tmp_path / "other", seed=1))
+    prompt = dense.clear_prompts([20], 8, seed=1)[0]
+    stale = {"RANK": "1", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "7"}
+    stale |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "GROUP_RANK": "3"}
+    with (
+        serve(*layout(dense, pp_size=3), wait=False, **stale) as first,
+        serve(*layout(other, pp_size=3), wait=False, **stale) as second,
+    ):
+        for service, reference in ((first, dense), (second, other)):
+            service.wait_ready()
+            assert service.gen(prompt, 8) == reference.answers([prompt], 8)[0].ids
+        second.signal("rank 1", signal.SIGKILL)
+        assert second.wait_exit(GONE_S) == 71
+        first.check_idle()
+        assert first.gen(prompt, 8) == dense.ids([prompt], 8)[0]
+
+
+def test_a_rank_with_too_little_memory_is_named(dense):
+    faults = {"memory": {"rank": 1, "bytes": 1000}}
+    code, lines = run_to_end(*layout(dense, pp_size=2), LOCKSTEP_FAULTS=json.dumps(faults))
+    assert code == 3
+    # 3 layers of 256 bytes a token, 16 tokens a page.
+    assert "rank 1" in lines[-1] and "1000 bytes" in lines[-1] and "768 bytes" in lines[-1]
+
+
+def test_the_poorest_rank_decides_for_all(dense):
+    # sglang#29258: each stage turned bytes into its own number of tokens. 768 bytes a token: 2,000 tokens, 125 pages.
+    faults = {"memory": {"rank": 1, "bytes": 2000 * 768 + 767}}
+    with serve(*layout(dense, pp_size=2), faults=faults) as service:
+        assert [stage["device"]["capacity"] for stage in service.info()["stages"]] == [2000, 2000]
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(dense, tmp_path, pp_size):
+    # sglang#21070, PiPPy#723: weights that a stage does not find, or that are left as they were allocated.
+    name = "model.layers.3.mlp.down_proj.weight"
+    folder = shutil.copytree(dense.folder, tmp_path / "lacking")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    code, lines = run_to_end("--model-path", str(folder), *FP32, "--pp-size", str(pp_size))
+    assert code == 3
+    assert name in lines[-1] and f"[PP{pp_size - 1} TP0]" in lines[-1]

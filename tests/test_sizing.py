@@ -44,12 +44,20 @@ def test_the_default_model_costs_46080_bytes_a_token_half_of_it_on_each_of_two_s
 def test_layers_are_priced_by_how_many_a_stage_owns():
     """256 bytes a layer and token; three and two layers, or none."""
     dense = spec(layers=5, kv_heads=2, head_dim=16)
-    assert [attention_bytes_per_token(dense, n, tp_size=1, dtype="float32") for n in (3, 2, 0)] == [768, 512, 0]
+    assert [attention_bytes_per_token(dense, n, tp_size=1, dtype="float32") for n in (3, 2, 0)] == [
+        768,
+        512,
+        0,
+    ]
 
 
 def test_heads_are_split_over_tp_ranks_and_copied_when_there_are_more_ranks_than_heads():
     model = spec(layers=1, kv_heads=2, head_dim=16)
-    assert [attention_bytes_per_token(model, 1, tp_size=tp, dtype="float32") for tp in (1, 2, 4)] == [256, 128, 128]
+    assert [attention_bytes_per_token(model, 1, tp_size=tp, dtype="float32") for tp in (1, 2, 4)] == [
+        256,
+        128,
+        128,
+    ]
 
 
 @pytest.mark.parametrize(

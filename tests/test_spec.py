@@ -1,4 +1,4 @@
-"""What is read from `config.json` and GGUF metadata, and what is refused by name. Field values as transformers writes them."""
+"""What is read from `config.json` and GGUF metadata, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -68,12 +68,24 @@ def test_rotary_base_of_transformers_4_and_5(changes, theta):
 
 
 def test_families_differ_in_biases_and_norms():
-    qwen2 = spec_from_config(config(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=4096))
+    qwen2 = spec_from_config(
+        config(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=4096)
+    )
     assert (qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
     qwen3 = spec_from_config(config(architectures=["Qwen3ForCausalLM"]))
-    assert (qwen3.attention_bias, qwen3.output_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
+    assert (qwen3.attention_bias, qwen3.output_bias, qwen3.qk_norm, qwen3.head_dim) == (
+        False,
+        False,
+        True,
+        128,
+    )
     llama = spec_from_config(config(attention_bias=True, head_dim=24, tie_word_embeddings=True))
-    assert (llama.attention_bias, llama.output_bias, llama.head_dim, llama.tied_embeddings) == (True, True, 24, True)
+    assert (llama.attention_bias, llama.output_bias, llama.head_dim, llama.tied_embeddings) == (
+        True,
+        True,
+        24,
+        True,
+    )
     mistral = spec_from_config(config(architectures=["MistralForCausalLM"], sliding_window=None))
     assert not (mistral.attention_bias or mistral.qk_norm)
 
@@ -90,15 +102,24 @@ def test_generation_config_names_the_end():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            ["MixtralForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
+        ),
         ({"architectures": None}, ["architectures None"]),
         ({"architectures": 7}, ["architectures 7"]),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "llama3", "rotary scaling"]),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            ["rope_scaling", "llama3", "rotary scaling"],
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_parameters", "yarn"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, ["sliding_window 1024", "null"]),
-        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}, ["sliding_window 4096"]),
+        (
+            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768},
+            ["sliding_window 4096"],
+        ),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, ["use_sliding_window"]),
         (
             {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
@@ -132,7 +153,10 @@ def test_what_is_not_done_is_refused_by_name_in_one_line(changes, words):
 
 
 def test_a_window_as_long_as_the_context_is_none():
-    assert spec_from_config(config(architectures=["MistralForCausalLM"], sliding_window=2048)).context_length == 2048
+    assert (
+        spec_from_config(config(architectures=["MistralForCausalLM"], sliding_window=2048)).context_length
+        == 2048
+    )
 
 
 def test_gguf():

@@ -1,7 +1,7 @@
 """Two public request traces through the radix cache: how many blocks it finds is known to the block.
 
-A block of 512 tokens, named by one hash id, stands for one page here, so capacities are in blocks. One request after the
-other: look up, make room, insert. The right numbers are those of a strict LRU list of blocks in which a request's
+A block of 512 tokens, named by one hash id, stands for one page here, so capacities are in blocks. One request after
+the other: look up, make room, insert. The right numbers are those of a strict LRU list of blocks in which a request's
 earlier blocks are more recent than its later ones. See `tests/data/README.md`.
 """
 

@@ -24,7 +24,7 @@ def make_tiny(
     shard_size: str | None = None,
     **overrides: Any,
 ) -> Path:
-    """Save a random model: 5 layers, hidden 64, 4 query and 2 KV heads of 16, weights of std 1 so that logits are apart.
+    """Save a random model: 5 layers, hidden 64, 4 query and 2 KV heads of 16; std 1, so that logits are apart.
 
     Norms and biases are random too, so that one which is skipped or swapped shows. `overrides` are fields of the
     configuration; `shard_size` like "100KB" cuts the weights into shards. Returns the folder.
@@ -85,7 +85,9 @@ def save_tokenizer(folder: Path) -> None:
     }
     data["added_tokens"] = [
         {
-            **{"id": number, "content": content, "special": True},
+            "id": number,
+            "content": content,
+            "special": True,
             **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
         }
         for number, content in ((256, "<s>"), (EOS_ID, "</s>"))

@@ -16,7 +16,7 @@ def show_ready(ready: Ready, url: str, console: Console | None = None) -> None:
         title=f"{ready.dtype} on {ready.device}, pages of {ready.page_size} tokens", box=box.SIMPLE_HEAD
     )
     several = len({size.host_name for size in ready.stages}) > 1
-    headings = ["rank", "layers", "bytes/token", "own tokens", "agreed", "weights", "cache"]
+    headings = ["rank", "layers", "B/token", "own tokens", "agreed", "weights", "cache"]
     for heading in headings + ["machine"] * several:
         table.add_column(heading, justify="right", no_wrap=True)
     for size in ready.stages:
@@ -31,6 +31,15 @@ def show_ready(ready: Ready, url: str, console: Console | None = None) -> None:
         ]
         table.add_row(*row, *[size.host_name] * several)
     console.print(table)
+    if ready.device == "cpu":
+        for host_name in dict.fromkeys(size.host_name for size in ready.stages):
+            here = [size for size in ready.stages if size.host_name == host_name]
+            taken = sum(size.weight_bytes + size.pool_bytes for size in here)
+            available = min(size.machine_available_bytes for size in here)
+            console.print(
+                f"memory of {host_name}: {_gb(taken)} taken, of {_gb(available)} that were available",
+                highlight=False,
+            )
     console.print(
         f"up to {ready.max_running_requests} requests at once; ready on {url}",
         soft_wrap=True,

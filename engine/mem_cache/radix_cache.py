@@ -91,8 +91,11 @@ class RadixCache:
 
     # ---- reading ----
 
-    def peek(self, salt: bytes, key: bytes, pages_max: int, step: int = 0) -> Peek:
-        """How much of `key` the tree holds in `step`, at most `pages_max` pages. Changes nothing."""
+    def peek(self, salt: bytes, key: bytes, pages_max: int, step: int = -1) -> Peek:
+        """How much of `key` the tree holds, at most `pages_max` pages; `step` is the one whose pages count as fresh.
+
+        Changes nothing.
+        """
         pages = fresh = unlocked = 0
         for node, taken in self._walk(self.root, salt, key, pages_max):
             pages += taken
@@ -186,12 +189,13 @@ class RadixCache:
     # ---- eviction ----
 
     def evict(self, count: int) -> int:
-        """Give up to `count` unlocked pages back, least recent leaf first, from its tail. Returns how many."""
+        """Give up to `count` unlocked pages back (none if it is not positive), the least recent leaf first, each
+        from its tail. Returns how many."""
         evicted = 0
         while evicted < count and self._leaves:
             stamp, _, node = heapq.heappop(self._leaves)
             node.queued = False
-            if node.locks or node.children or node.parent is None:
+            if node.locks or node.children:
                 continue
             if node.stamp != stamp:
                 self._queue(node)

@@ -48,9 +48,7 @@ class GgufTensor:
 
     def read_rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows [start, stop) as float32, [stop - start, columns]; nothing else of the file is read."""
-        assert 0 <= start < stop <= self.row_count, (
-            f"rows {start}..{stop} of {self.row_count} in {self.name}"
-        )
+        assert 0 <= start < stop <= self.row_count, f"rows {start}..{stop} of {self.row_count} in {self.name}"
         with self.path.open("rb") as file:
             file.seek(self.offset + start * self.row_bytes)
             raw = np.fromfile(file, dtype=np.uint8, count=(stop - start) * self.row_bytes)

@@ -40,9 +40,7 @@ class SafetensorsTensor:
 
     def read_rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows [start, stop) as float32, [stop - start, columns]. Exact for every kind of float that is allowed."""
-        assert 0 <= start < stop <= self.row_count, (
-            f"rows {start}..{stop} of {self.row_count} in {self.name}"
-        )
+        assert 0 <= start < stop <= self.row_count, f"rows {start}..{stop} of {self.row_count} in {self.name}"
         if self.kind not in _FLOATS:
             raise SafetensorsError(
                 f"{self.path}: tensor {self.name!r} has dtype {self.kind}; allowed are {', '.join(_FLOATS)}"
@@ -55,11 +53,12 @@ class SafetensorsTensor:
                 stop - start, columns
             )
         if self.kind == "BF16":  # bfloat16 is the upper half of a float32
-            return (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32, copy=False)
+            raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        floats: npt.NDArray[np.float32] = raw.astype(np.float32, copy=False)
+        return floats
 
 
-_FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _HEADER_BYTES_MAX = 1 << 26
 _DIMENSIONS_MAX = 8
 

@@ -18,7 +18,7 @@ import torch
 from engine.types import Sample, SamplingParams, TokenLogprob
 
 _CANDIDATES = 64
-"""How many of the likeliest tokens are looked at first; more only for rows whose kept tokens are more."""
+"""How many of the greatest weights are sorted first; all of them only for rows that keep as many."""
 
 
 def sample(logits: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
@@ -43,7 +43,7 @@ def sample(logits: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], positions: Sequence[int], top: Sequence[int]
 ) -> list[TokenLogprob]:
-    """Log probabilities of one token per row, under the model's own distribution, with the `top` likeliest of each row."""
+    """Log probabilities of one token per row under the model's own distribution, with each row's `top` likeliest."""
     if not token_ids:
         return []
     totals = logits.logsumexp(-1, keepdim=True)
@@ -94,27 +94,20 @@ def _adjust_(logits: torch.Tensor, item: Sample) -> None:
 
 
 def _draw(logits: torch.Tensor, samples: Sequence[Sample]) -> list[int]:
-    """Inverse of the cumulative distribution at each row's random number."""
+    """Inverse of the cumulative distribution, in the order of ids, at each row's random number."""
     temperatures = torch.tensor([item.params.temperature for item in samples], dtype=torch.float32)
     # Against the greatest logit first, so that no temperature, however small, makes an infinity but a -inf.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures.to(logits.device)[:, None]
-    weights = scaled.exp_()
-    tokens = [0] * len(samples)
-    truncated = [row for row, item in enumerate(samples) if _truncates(item.params)]
-    for row, item in enumerate(samples):
-        if not _truncates(item.params):
-            cumulative = weights[row].cumsum(-1, dtype=torch.float64)
-            target = cumulative[-1] * _unit(item)
-            tokens[row] = min(int(torch.searchsorted(cumulative, target, right=True)), weights.shape[1] - 1)
-    if truncated:
-        chosen = weights[truncated]
-        totals: list[float] = chosen.sum(-1, dtype=torch.float64).tolist()
-        best = chosen.topk(min(_CANDIDATES, chosen.shape[1]), -1)
-        values, ids = best.values.cpu().numpy(), best.indices.cpu().numpy()
-        for index, row in enumerate(truncated):
-            tokens[row] = _draw_truncated(
-                chosen[index], values[index], ids[index], totals[index], samples[row]
-            )
+    tokens = []
+    for weights, item in zip(scaled.exp_().cpu(), samples, strict=True):
+        kept = _kept_ids(weights.numpy(), item.params) if _truncates(item.params) else None
+        if kept is not None:
+            weights = weights[kept]
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        # The bits' upper 53 make a number in [0, 1) exactly.
+        target = cumulative[-1] * ((item.random >> 11) * 2.0**-53)
+        index = min(int(torch.searchsorted(cumulative, target, right=True)), len(weights) - 1)
+        tokens.append(index if kept is None else int(kept[index]))
     return tokens
 
 
@@ -122,41 +115,33 @@ def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _unit(item: Sample) -> float:
-    """The row's random number in [0, 1), from the upper 53 of its 64 bits."""
-    return (item.random >> 11) * 2.0**-53
+def _kept_ids(weights: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.int64]:
+    """Ids that pass all limits, ascending. Among equal weights at the limit the lowest ids stay."""
+    size = len(weights)
+    greatest = np.sort(
+        np.partition(weights, size - _CANDIDATES)[-_CANDIDATES:] if size > _CANDIDATES else weights
+    )
+    kept = _kept_count(greatest[::-1], weights, params)
+    if kept == len(greatest) < size:
+        greatest = np.sort(weights)
+        kept = _kept_count(greatest[::-1], weights, params)
+    limit = greatest[-kept]
+    above = np.flatnonzero(weights > limit)
+    equal = np.flatnonzero(weights == limit)[: kept - len(above)]
+    ids = np.sort(np.concatenate((above, equal)))
+    return (
+        ids if len(ids) else np.zeros(1, dtype=np.int64)
+    )  # no id compares with weights that are not numbers
 
 
-def _draw_truncated(
-    weights: torch.Tensor,
-    values: npt.NDArray[np.float32],
-    ids: npt.NDArray[np.int64],
-    total: float,
-    item: Sample,
+def _kept_count(
+    descending: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], params: SamplingParams
 ) -> int:
-    """Draw among the kept tokens of one row.
-
-    `values` and `ids` are its greatest weights, descending. Tokens of equal weight stand by id, and the last kept weight
-    must differ from the last looked at, so that the answer does not depend on how many were looked at.
-    """
-    while True:
-        kept = _kept_count(values, total, item.params)
-        if len(values) == len(weights) or values[kept - 1] > values[-1]:
-            break
-        best = weights.topk(min(len(values) * 8, len(weights)))
-        values, ids = best.values.cpu().numpy(), best.indices.cpu().numpy()
-    order = np.lexsort((ids, -values))[:kept]
-    cumulative = values[order].astype(np.float64).cumsum()
-    index = int(np.searchsorted(cumulative, cumulative[-1] * _unit(item), side="right"))
-    return int(ids[order[min(index, kept - 1)]])
-
-
-def _kept_count(values: npt.NDArray[np.float32], total: float, params: SamplingParams) -> int:
-    """How many of the descending weights are kept: each limit keeps a first part of them, and at least one stays."""
-    kept = min(params.top_k, len(values)) if params.top_k > 0 else len(values)
+    """How many of the greatest weights pass: each limit keeps a first part of them, and at least one stays."""
+    kept = min(params.top_k, len(descending)) if params.top_k > 0 else len(descending)
     if params.top_p < 1.0:
-        before = values.astype(np.float64).cumsum() - values
-        kept = min(kept, int(np.count_nonzero(before < params.top_p * total)))
+        before = descending.astype(np.float64).cumsum() - descending
+        kept = min(kept, int(np.count_nonzero(before < params.top_p * weights.sum(dtype=np.float64))))
     if params.min_p > 0.0:
-        kept = min(kept, int(np.count_nonzero(values >= params.min_p * values[0])))
+        kept = min(kept, int(np.count_nonzero(descending >= params.min_p * descending[0])))
     return max(kept, 1)

@@ -25,7 +25,7 @@ from engine.model.spec import ModelSpec, spec_from_config, spec_from_gguf
 
 
 class SourceError(ValueError):
-    """The model cannot be had or opened. The text is one line that names --model-path, its value and what is allowed."""
+    """The model cannot be had or opened. The text is one line naming --model-path, its value and what is allowed."""
 
 
 class StoredTensor(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class UnsupportedModel(ValueError):
-    """The model is of a kind, or has a feature or a number, that is not allowed. The text is one line that says which."""
+    """The model is of a kind, or has a feature or a number, that is not allowed. The text is one line naming it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

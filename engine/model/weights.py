@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 
 
 class WeightError(ValueError):
-    """A weight is missing or has another shape than the configuration says. The text is one line naming tensor and stage."""
+    """A weight is missing or of another shape than the configuration says. The text names tensor and stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,8 @@ class StageWeights:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for holder in (self, *self.layers):
+        holders: tuple[StageWeights | LayerWeights, ...] = (self, *self.layers)
+        for holder in holders:
             for item in fields(holder):
                 if isinstance(tensor := getattr(holder, item.name), torch.Tensor):
                     yield tensor
@@ -247,7 +248,8 @@ class _Loader:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         scale = 1.0 if "embed_tokens" in name else 1.0 / math.sqrt(part.shape[1])
         step = max(_BLOCK_NUMBERS // part.shape[1], 1)
-        for block in part.split(step):
+        for start in range(0, part.shape[0], step):
+            block = part[start : start + step]
             block.copy_(torch.randn(block.shape, generator=generator).mul_(scale))
             self._count(block.numel())
 

@@ -251,22 +251,19 @@ class Scheduler:
         """Decode rows first, an even share of them; then prefill chunks of running sequences, then new ones."""
         if len(self.in_flight) >= self.capacity.depth:
             return []
-        retractions_before = self.retractions
         rows: list[tuple[Sequence, Span]] = []
         decoding = [s for s in self.running if s.remaining <= 1]
         share = -(-len(decoding) // self.capacity.depth)
-        for sequence in sorted(
-            (s for s in decoding if s.remaining == 1), key=lambda s: (s.last_step, s.number)
-        ):
-            if len(rows) < share:
+        # By arrival; `depth` shares hold all of them, so nobody is passed over for more than `depth` plans.
+        for sequence in decoding:
+            if sequence.remaining == 1 and len(rows) < share:
                 self._add(rows, sequence, 1)
         # However many decode, a prefill moves by a page at least: nobody waits for ever.
         room = max(self.capacity.chunk_tokens - len(rows), self.capacity.page_size)
         for sequence in [s for s in self.running if s.remaining > 1]:
             if room > 0:
                 room -= self._add(rows, sequence, room)
-        if self.retractions == retractions_before:
-            self._plan_admissions(rows, room)
+        self._plan_admissions(rows, room)
         if rows:
             self.in_flight.append((self.step, [(s, span.sample is not None) for s, span in rows]))
         return [span for _, span in rows]
@@ -292,7 +289,7 @@ class Scheduler:
         count = min(sequence.remaining, count_max)
         if sequence.state is not State.RUNNING or not self._make_room(sequence, count):
             return 0
-        span = sequence.advance(count, self.step)
+        span = sequence.advance(count)
         self._rows.note(sequence.number, span.start, count, span.pages[-1], int(span.sample is not None))
         if self._cache_prefixes:
             self._insert(sequence)
@@ -347,8 +344,7 @@ class Scheduler:
             self._retract(victim)
             if victim is sequence:
                 return False
-        if need > self.allocator.available:
-            self.cache.evict(need - self.allocator.available)
+        self.cache.evict(need - self.allocator.available)
         sequence.pages += self.allocator.allocate(need)
         return True
 

@@ -41,7 +41,6 @@ class Sequence:
         "in_flight",
         "in_tree",
         "key",
-        "last_step",
         "logprob_next",
         "node",
         "number",
@@ -67,7 +66,6 @@ class Sequence:
         self.in_tree = 0
         self.node: Node | None = None
         self.in_flight = 0
-        self.last_step = 0
         self.cached_tokens = -1
         self.retractions = 0
         self.overtaken = 0
@@ -112,13 +110,12 @@ class Sequence:
             rows = min(rows, self.logprob_next - 1)
         return rows // page_size
 
-    def advance(self, count: int, step: int) -> Span:
-        """Plan the next `count` rows in `step`. The page table covers them already."""
+    def advance(self, count: int) -> Span:
+        """Plan the next `count` rows. The page table covers them already."""
         start, end = self.computed, self.computed + count
         assert end <= len(self.ids), f"rows up to {end} planned, but only {len(self.ids)} ids are known"
         self.computed = end
         self.in_flight += 1
-        self.last_step = step
         first_target = max(start + 1, self.logprob_next)
         targets = tuple(self.ids[first_target : min(end + 1, self.prompt_length)])
         self.logprob_next += len(targets)

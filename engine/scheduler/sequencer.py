@@ -12,6 +12,8 @@ from engine.types import Abort, Control, Entry, Finish, Refused, Report, Request
 
 LAG_STEPS_MAX = 64
 """No new entry while the slowest rank is further behind than this; the bounded inbox then refuses."""
+INBOX_IDS_MAX = 2**24
+"""Token ids that may wait to be logged: an entry takes them all, and must fit into one frame."""
 DRAIN_MESSAGE = "the server is shutting down"
 
 
@@ -25,7 +27,7 @@ class Sequencer:
         self._retired: list[RetiredStep] = []
         self._finishes: list[Finish] = []
         self._arrivals: list[Request] = []
-        self._aborts: list[Abort] = []
+        self._aborts: dict[int, Abort] = {}
         self._controls: list[Control] = []
         self._last_plan_empty = True
         self._drain_deadline: float | None = None
@@ -39,7 +41,9 @@ class Sequencer:
         status, message = 0, ""
         if self._drain_deadline is not None:
             status, message = 503, DRAIN_MESSAGE
-        problem = next(filter(None, (policy.does_not_fit(request, scheduler.capacity) for request in requests)), "")
+        problem = next(
+            filter(None, (policy.does_not_fit(request, scheduler.capacity) for request in requests)), ""
+        )
         if problem:
             status, message = 400, problem
         free = max(scheduler.capacity.max_running_requests - len(scheduler.running), 0)
@@ -47,6 +51,10 @@ class Sequencer:
         if not status and queued > self._queued_max + free:
             status = 429
             message = f"the queue is full: {queued} requests would wait, at most {self._queued_max} may"
+        ids_waiting = sum(len(r.prompt_ids) + len(r.delivered_ids) for r in (*self._arrivals, *requests))
+        if not status and self._arrivals and ids_waiting > INBOX_IDS_MAX:
+            status = 429
+            message = f"the inbox is full: {ids_waiting} tokens would wait to be logged, at most {INBOX_IDS_MAX} may"
         if status:
             ids = tuple(request.request_id for request in requests)
             return Refused(request_ids=ids, status=status, message=message)
@@ -54,9 +62,9 @@ class Sequencer:
         return None
 
     def abort(self, abort: Abort) -> None:
-        """End a request. One that is not alive any more is no news."""
+        """End a request. One that is not alive any more is no news, and neither is a second abort."""
         if self._is_alive(abort.request_id):
-            self._aborts.append(abort)
+            self._aborts.setdefault(abort.request_id, abort)
 
     def finish(self, finish: Finish) -> None:
         """End a request at a stop string."""
@@ -105,10 +113,10 @@ class Sequencer:
             retired=tuple(self._retired),
             finishes=tuple(self._finishes),
             arrivals=tuple(self._arrivals),
-            aborts=tuple(self._aborts),
+            aborts=tuple(self._aborts.values()),
             controls=tuple(self._controls),
         )
-        self._retired, self._finishes, self._arrivals, self._aborts, self._controls = [], [], [], [], []
+        self._retired, self._finishes, self._arrivals, self._aborts, self._controls = [], [], [], {}, []
         return entry
 
     def planned(self, *, empty: bool) -> None:
@@ -117,10 +125,9 @@ class Sequencer:
 
     def _drain(self, now: float, deadline: float) -> None:
         scheduler = self._scheduler
-        if scheduler.live and now >= deadline:
-            asked = [abort.request_id for abort in self._aborts]
-            late = [request_id for request_id in scheduler.live if request_id not in asked]
-            self._aborts += [Abort(request_id=r, message=DRAIN_MESSAGE, status=503) for r in late]
+        if now >= deadline:
+            for request_id in scheduler.live:
+                self.abort(Abort(request_id=request_id, message=DRAIN_MESSAGE, status=503))
         idle = not scheduler.live and not self._arrivals and not scheduler.in_flight
         if idle and not self._shutdown_logged:
             self._shutdown_logged = True

@@ -27,7 +27,9 @@ def recount(scheduler: Scheduler) -> None:
         assert allocator.references[page] == holders[page], (
             f"page {page}: {allocator.references[page]} references, {holders[page]} holders"
         )
-    assert sorted(free) == [p for p in range(allocator.page_count) if not holders[p]], "the free list is wrong"
+    assert sorted(free) == [p for p in range(allocator.page_count) if not holders[p]], (
+        "the free list is wrong"
+    )
 
     locks: Counter[int] = Counter()
     for sequence in owners:
@@ -38,10 +40,14 @@ def recount(scheduler: Scheduler) -> None:
             node = node.parent
         check_path(scheduler, sequence)
     for node in nodes:
-        assert node.locks == locks[node.node_id], f"node {node.node_id}: {node.locks} locks, {locks[node.node_id]} owners"
+        assert node.locks == locks[node.node_id], (
+            f"node {node.node_id}: {node.locks} locks, {locks[node.node_id]} owners"
+        )
         assert node.pages and len(node.key) == len(node.pages) * scheduler.capacity.page_size * 4
         assert node.parent is not None and node.parent.children[node.edge] is node
-        assert all(child.stamp <= node.stamp for child in node.children.values()), "a child is newer than its parent"
+        assert all(child.stamp <= node.stamp for child in node.children.values()), (
+            "a child is newer than its parent"
+        )
     unlocked = sum(len(node.pages) for node in nodes if node.locks == 0)
     assert cache.pages_unlocked == unlocked, f"evictable {cache.pages_unlocked}, recounted {unlocked}"
     assert cache.pages_total == len(tree_pages)

@@ -1,4 +1,8 @@
-"""One scheduler driven by hand: tests say what an entry brings and look at the plan that it leads to."""
+"""One scheduler driven by hand: tests say what an entry brings and look at the plan that it leads to.
+
+Every plan is also played on shadow memory, and the books are counted again after every step, so that a test which
+looks at one decision still fails when another thing goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.scheduler.scheduler import Scheduler
-from engine.types import Abort, Capacity, Control, Entry, Finish, FinishReason, Plan, Request, RetiredStep, SamplingParams, Span
+from engine.types import (
+    Abort,
+    Capacity,
+    Control,
+    Entry,
+    Finish,
+    FinishReason,
+    Plan,
+    Request,
+    RetiredStep,
+    SamplingParams,
+    Span,
+)
+from tests.sim.model import Pins, ShadowMemory, Truth
 from tests.sim.recount import recount
 
 
@@ -26,7 +43,13 @@ def capacity(**changes: int) -> Capacity:
 
 
 def request(
-    request_id: int, prompt: Sequence[int], new: int = 4, *, delivered: Sequence[int] = (), salt: str = "", **sampling: Any
+    request_id: int,
+    prompt: Sequence[int],
+    new: int = 4,
+    *,
+    delivered: Sequence[int] = (),
+    salt: str = "",
+    **sampling: Any,
 ) -> Request:
     """A greedy request for `new` tokens."""
     params = SamplingParams(max_new_tokens=new, temperature=0.0, **sampling)
@@ -41,10 +64,13 @@ def request(
 
 
 class Driver:
-    """Applies entries, answers its own sampling spans, counts the books again after each step."""
+    """Applies entries and answers its own sampling spans, by a rule that a test may change."""
 
     def __init__(self, *, policy: str = "fcfs", cache_prefixes: bool = True, **changes: int) -> None:
         self.scheduler = Scheduler(capacity(**changes), schedule_policy=policy, cache_prefixes=cache_prefixes)
+        self.memory = ShadowMemory(self.scheduler.capacity.page_size, self.scheduler.capacity.device_pages)
+        self.pins = Pins(self.scheduler.capacity.page_size)
+        self.truths: dict[int, Truth] = {}
         self.token: Callable[[Span], int] = lambda span: 100 + span.end
         self.in_flight: deque[Plan] = deque()
         self.tokens: dict[int, list[int]] = {}
@@ -73,15 +99,21 @@ class Driver:
             aborts=tuple(Abort(request_id=request_id, message="left") for request_id in aborts),
             controls=(Control(action="flush", control_id=7),) if flush else (),
         )
+        self.truths |= {arrival.request_id: Truth(arrival) for arrival in arrivals}
         plan = self.scheduler.apply(entry)
         recount(self.scheduler)
         if plan.spans:
             self.in_flight.append(plan)
         for emission in plan.emissions:
             self.tokens.setdefault(emission.request_id, []).extend(emission.tokens)
+            for token in emission.tokens:
+                self.truths[emission.request_id].append(token)
             self.cached[emission.request_id] = emission.cached_tokens
             if emission.finish is not None:
                 self.ends[emission.request_id] = emission.finish
+        self.pins.retire([step.step for step in retired])
+        self.pins.plan(plan)
+        self.memory.run(plan, self.truths)
         return plan
 
     def run(self, *arrivals: Request, steps_max: int = 1000) -> int:
@@ -104,3 +136,10 @@ class Driver:
 def rows(plan: Plan) -> dict[int, tuple[int, int]]:
     """A plan in short: request -> [start, end) of its span."""
     return {span.request_id: (span.start, span.end) for span in plan.spans}
+
+
+def decoding_trio(**changes: int) -> Driver:
+    """Three sequences of 8 tokens that decode, in a pool where each has room for 4 more and no page is left."""
+    driver = Driver(page_size=4, device_pages=9, **changes)
+    driver.step(*(request(i, [i] * 8, new=20) for i in (1, 2, 3)))
+    return driver

@@ -49,7 +49,7 @@ class DeviceKVPool:
         self.records[layer].view(-1, *records.shape[1:]).index_copy_(0, slots, records)
 
     def read(self, layer: int, pages: slice | torch.Tensor) -> torch.Tensor:
-        """Records of whole pages in order, [tokens, 2, kv_heads, head_dim]: a view for a run (slice of pages), else a copy."""
+        """Records of whole pages in order, [tokens, 2, kv_heads, head_dim]: a view for a run of pages, else a copy."""
         paged = self.paged[layer]
         found = paged[pages] if isinstance(pages, slice) else paged.index_select(0, pages)
         return found.view(-1, *self.record_shape)
