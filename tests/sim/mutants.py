@@ -242,7 +242,8 @@ def killers(mutant: Mutant, seeds: int) -> Iterator[str]:
 def main() -> int:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     chosen = [mutant for mutant in MUTANTS if wanted in f"{mutant.path} {mutant.old}"]
-    survived = 0
+    survived, harmless = 0, Mutant(ALLOCATOR, "popleft", "popleft")
+    assert not list(killers(harmless, SEEDS)), "the tests fail without any mutant"
     for mutant in track(chosen, description="mutants", disable=not sys.stderr.isatty()):
         found = list(killers(mutant, SEEDS))
         survived += not found
