@@ -104,7 +104,11 @@ def _be_front_end(config: EngineConfig, source: ModelSource, topology: Topology,
         return ExitCode.USAGE
     if place.role == "front end":
         return _say(run(config, source, tokenizer, front_socket(place), listener, on_ready=show_ready))
-    folder = RunFolder.create()
+    try:
+        folder = RunFolder.create()
+    except (ValueError, OSError) as error:
+        print(f"server.py: {error}", file=sys.stderr)
+        return ExitCode.USAGE
     children: Children | None = None
     logging.getLogger(__name__).info("%s: starting %d ranks", source.name, topology.world_size)
     try:
@@ -153,6 +157,5 @@ def _say(fatal: Fatal) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     logging.shutdown()
-    sys.stdout.flush()
     # Not sys.exit: a compute thread that waits, or a library's atexit hook, must not keep a process that has ended.
     os._exit(code)

@@ -3,6 +3,7 @@
 {"flip": {"rank": 1, "step": 40, "field": "retractions"}}    one replica's number is changed before that step
 {"slow": {"rank": 1, "seconds": 0.2}}                        each step of that rank takes longer
 {"memory": {"rank": 1, "bytes": 1000000}}                    that rank believes to have so little for its pool
+{"crash": {"rank": 1, "step": 40}}                           that rank's computing fails at that step or the next
 {"load": {"rank": 1, "seconds": 30}}                         that rank's weights take longer to load
 """
 
@@ -38,6 +39,13 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
 
 
+class Crash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Let a rank's computing fail at a step, or at the first one after it that computes anything."""
+
+    rank: int
+    step: int
+
+
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Make the loading of a rank's weights longer, so that something can happen during the start."""
 
@@ -51,6 +59,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flip: Flip | None = None
     slow: Slow | None = None
     memory: Memory | None = None
+    crash: Crash | None = None
     load: Load | None = None
 
 

@@ -27,7 +27,7 @@ from engine.faults import read_faults
 from engine.leader import Leader
 from engine.model.source import ModelSource
 from engine.stage import Follower, Stage
-from engine.startup import Started, start
+from engine.startup import Started, Startup
 from engine.topology import Topology
 from engine.types import Fatal
 
@@ -99,7 +99,7 @@ def _serve(
 
     def bring_up() -> Started:
         parallel_state.initialize(topology, store, address=address)
-        return start(config, source, topology, place, agreement, faults)
+        return Startup(config, source, topology, place, agreement, faults).run()
 
     if front is None:
         return stage.run(Follower(stage), bring_up)

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 import engine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, flag_name
 from engine.distributed.agreement import Agreement
 from engine.distributed.launch import Place
 from engine.distributed.memory import HostMemory, MemoryNeed, check_memory, host_memory
@@ -33,7 +33,7 @@ from engine.model.batch import Batch
 from engine.model.decoder import Decoder
 from engine.model.readout import read_out
 from engine.model.source import ModelSource
-from engine.model.weights import load_weights, parameter_count, resolve_dtype
+from engine.model.weights import StageWeights, load_weights, parameter_count, resolve_dtype
 from engine.topology import Topology
 from engine.types import Capacity, Sample, SamplingParams, Span, StageSize
 
@@ -61,119 +61,148 @@ class Started:
     pids: tuple[int, ...]
 
 
-def start(
-    config: EngineConfig,
-    source: ModelSource,
-    topology: Topology,
-    place: Place,
-    agreement: Agreement,
-    faults: Faults,
-) -> Started:
-    """Agree, load and allocate. Raises Refused or RankLost, with the same line on every rank."""
-    device = _device(config, place)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dtype = resolve_dtype(config.dtype, device)
-    cache_dtype = dtype if config.kv_cache_dtype == "auto" else resolve_dtype(config.kv_cache_dtype, device)
-    agreement.must_equal("handshake", _must_equal(config, source, topology, device, dtype, cache_dtype))
+class Startup:
+    """One rank's way through the phases, which `run` lists in their order."""
 
-    memory = host_memory()
-    weights_bytes = parameter_count(source.spec, topology.layers) * dtype.itemsize
-    with _voting(agreement, "weights", LOADING_S):
-        if faults.load is not None and faults.load.rank == topology.rank:
-            log.warning("a fault on purpose: weights take %g s longer", faults.load.seconds)
-            time.sleep(faults.load.seconds)
-        weights = load_weights(
-            source,
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        topology: Topology,
+        place: Place,
+        agreement: Agreement,
+        faults: Faults,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._topology = topology
+        self._place = place
+        self._agreement = agreement
+        self._faults = faults
+        self._device = _device(config, place)
+        self._dtype = resolve_dtype(config.dtype, self._device)
+        self._cache_dtype = self._dtype
+        if config.kv_cache_dtype != "auto":
+            self._cache_dtype = resolve_dtype(config.kv_cache_dtype, self._device)
+        self._bytes_per_token = attention_bytes_per_token(
+            source.spec, len(topology.layers), tp_size=topology.tp_size, dtype=_name(self._cache_dtype)
+        )
+
+    def run(self) -> Started:
+        """Agree, load and allocate. Raises Refused or RankLost, with the same line on every rank."""
+        agreement = self._agreement
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        agreement.must_equal("handshake", self._must_equal())
+        memory = host_memory()
+        with _voting(agreement, "weights", LOADING_S):
+            weights = self._load()
+        local_tokens = self._local_tokens(memory)
+        tokens = agreement.minimum("device capacity", local_tokens)
+        if self._device.type == "cpu":
+            _check_host_memory(agreement, memory, tokens * self._bytes_per_token)
+        with _voting(agreement, "pools"):
+            pool = self._allocate(tokens)
+        capacity = _capacity(self._config, self._source, self._topology, self._device, tokens)
+        decoder = Decoder(self._source.spec, weights)
+        with _voting(agreement, "warm-up", LOADING_S):
+            _warm_up(decoder, pool, capacity, self._topology, self._dtype, self._device)
+        agreement.must_equal("capacity", dataclasses.asdict(capacity))
+        size = self._size(weights, pool, local_tokens, tokens, memory)
+        table = agreement.gather("table", (msgspec.to_builtins(size), os.getpid()))
+        return Started(
+            capacity,
+            decoder,
+            pool,
+            self._dtype,
+            self._device,
+            tuple(msgspec.convert(row, StageSize) for row, _ in table),
+            tuple(pid for _, pid in table),
+        )
+
+    def _must_equal(self) -> dict[str, Any]:
+        """What may not differ between ranks, by the name an operator knows."""
+        flags = {
+            flag_name(item.name): getattr(self._config, item.name)
+            for item in dataclasses.fields(self._config)
+            if item.name not in LOCAL_FIELDS
+        }
+        return {
+            "version of Lockstep": engine.__version__,
+            "version of torch": str(torch.__version__),
+            **flags,
+            "model (configuration and tensor headers)": self._source.fingerprint,
+            "kind of device": self._device.type,
+            "resolved dtype": _name(self._dtype),
+            "resolved KV cache dtype": _name(self._cache_dtype),
+            "layers of the stages": self._topology.layer_ranges,
+            "steps in flight": self._topology.pp_size,
+            "byte order": sys.byteorder,
+        }
+
+    def _load(self) -> StageWeights:
+        topology, fault = self._topology, self._faults.load
+        if fault is not None and fault.rank == topology.rank:
+            log.warning("a fault on purpose: weights take %g s longer", fault.seconds)
+            time.sleep(fault.seconds)
+        return load_weights(
+            self._source,
             topology.layers,
-            dtype=dtype,
-            device=device,
+            dtype=self._dtype,
+            device=self._device,
             stage=topology.tag,
             progress=_Progress("weights"),
-            seed=config.random_seed or 0,
+            seed=self._config.random_seed or 0,
         )
-    bytes_per_token = attention_bytes_per_token(
-        source.spec, len(topology.layers), tp_size=topology.tp_size, dtype=_name(cache_dtype)
-    )
-    budget = _budget(config, device, memory, weights_bytes, place.local_world_size)
-    if faults.memory is not None and faults.memory.rank == topology.rank:
-        budget = faults.memory.bytes
-    local_tokens = tokens_for_budget(budget, bytes_per_token, config.page_size)
-    if config.max_total_tokens is not None:
-        local_tokens = min(local_tokens, config.max_total_tokens // config.page_size * config.page_size)
-    agreement.vote("budget", _too_small(local_tokens, budget, bytes_per_token, config))
-    tokens = agreement.minimum("device capacity", local_tokens)
-    if device.type == "cpu":
-        _check_host_memory(agreement, topology.rank, memory, tokens * bytes_per_token)
-    with _voting(agreement, "pools"):
+
+    def _local_tokens(self, memory: HostMemory) -> int:
+        """The tokens that this rank could hold: from its budget, at most what --max-total-tokens says."""
+        config, fault = self._config, self._faults.memory
+        weights_bytes = parameter_count(self._source.spec, self._topology.layers) * self._dtype.itemsize
+        budget = _budget(config, self._device, memory, weights_bytes, self._place.local_world_size)
+        if fault is not None and fault.rank == self._topology.rank:
+            budget = fault.bytes
+        tokens = tokens_for_budget(budget, self._bytes_per_token, config.page_size)
+        if config.max_total_tokens is not None:
+            tokens = min(tokens, config.max_total_tokens // config.page_size * config.page_size)
+        self._agreement.vote("budget", _too_small(tokens, budget, self._bytes_per_token, config))
+        return tokens
+
+    def _allocate(self, tokens: int) -> DeviceKVPool:
+        spec, page_size = self._source.spec, self._config.page_size
+        kv_heads = max(spec.kv_heads // self._topology.tp_size, 1)
+        layer_count = len(self._topology.layers)
         pool = DeviceKVPool(
-            len(topology.layers),
-            tokens // config.page_size,
-            config.page_size,
-            max(source.spec.kv_heads // topology.tp_size, 1),
-            source.spec.head_dim,
-            cache_dtype,
-            device,
+            layer_count,
+            tokens // page_size,
+            page_size,
+            kv_heads,
+            spec.head_dim,
+            self._cache_dtype,
+            self._device,
         )
-    assert pool.byte_count == tokens * bytes_per_token, (
-        f"{pool.byte_count} bytes for {tokens} x {bytes_per_token}"
-    )
-    capacity = _capacity(config, source, topology, device, tokens)
-    decoder = Decoder(source.spec, weights)
-    with _voting(agreement, "warm-up", LOADING_S):
-        _warm_up(decoder, pool, capacity, topology, dtype, device)
-    agreement.must_equal("capacity", dataclasses.asdict(capacity))
-    size = StageSize(
-        rank=topology.rank,
-        pp_rank=topology.pp_rank,
-        tp_rank=topology.tp_rank,
-        host_name=socket.gethostname(),
-        layers=(topology.layers.start, topology.layers.stop),
-        weight_bytes=weights.byte_count,
-        bytes_per_token=bytes_per_token,
-        local_tokens=local_tokens,
-        agreed_tokens=tokens,
-        pool_bytes=pool.byte_count,
-        machine_available_bytes=memory.available,
-    )
-    table = agreement.gather("table", (msgspec.to_builtins(size), os.getpid()))
-    return Started(
-        capacity,
-        decoder,
-        pool,
-        dtype,
-        device,
-        tuple(msgspec.convert(row, StageSize) for row, _ in table),
-        tuple(pid for _, pid in table),
-    )
+        priced = tokens * self._bytes_per_token
+        assert pool.byte_count == priced, f"the pool has {pool.byte_count} bytes, priced were {priced}"
+        return pool
 
-
-def _must_equal(
-    config: EngineConfig,
-    source: ModelSource,
-    topology: Topology,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-) -> dict[str, Any]:
-    """What may not differ between ranks, by the name an operator knows."""
-    flags = {
-        f"--{item.name.replace('_', '-')}": getattr(config, item.name)
-        for item in dataclasses.fields(config)
-        if item.name not in LOCAL_FIELDS
-    }
-    return {
-        "version of Lockstep": engine.__version__,
-        "version of torch": str(torch.__version__),
-        **flags,
-        "model (configuration and tensor headers)": source.fingerprint,
-        "kind of device": device.type,
-        "resolved dtype": _name(dtype),
-        "resolved KV cache dtype": _name(cache_dtype),
-        "layers of the stages": topology.layer_ranges,
-        "steps in flight": topology.pp_size,
-        "byte order": sys.byteorder,
-    }
+    def _size(
+        self, weights: StageWeights, pool: DeviceKVPool, local_tokens: int, tokens: int, memory: HostMemory
+    ) -> StageSize:
+        """This rank's line of the start-up table."""
+        topology = self._topology
+        return StageSize(
+            rank=topology.rank,
+            pp_rank=topology.pp_rank,
+            tp_rank=topology.tp_rank,
+            host_name=socket.gethostname(),
+            layers=(topology.layers.start, topology.layers.stop),
+            weight_bytes=weights.byte_count,
+            bytes_per_token=self._bytes_per_token,
+            local_tokens=local_tokens,
+            agreed_tokens=tokens,
+            pool_bytes=pool.byte_count,
+            machine_available_bytes=memory.available,
+        )
 
 
 def _device(config: EngineConfig, place: Place) -> torch.device:
@@ -218,7 +247,7 @@ def _too_small(local_tokens: int, budget: int, bytes_per_token: int, config: Eng
     )
 
 
-def _check_host_memory(agreement: Agreement, rank: int, memory: HostMemory, need: int) -> None:
+def _check_host_memory(agreement: Agreement, memory: HostMemory, need: int) -> None:
     """One check per machine over all its ranks, on what was available before anyone loaded anything."""
     rows = agreement.gather("memory", (socket.gethostname(), need, memory.total, memory.available))
     needs = [MemoryNeed(host_name, rank, asked) for rank, (host_name, asked, _, _) in enumerate(rows)]

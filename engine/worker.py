@@ -1,6 +1,6 @@
 """The compute thread of a rank: plans in, finished steps out, in the order of the log.
 
-It brings the rank up (`startup.start`), then takes one plan after another: hidden states of the stage before, this
+It brings the rank up (`startup.Startup`), then takes one plan after another: hidden states of the stage before, this
 stage's layers, hidden states to the next stage or, on the last, sampled tokens. It owns weights, pool and batch. It
 never decides anything and never touches the scheduler: a plan says all there is to do, and news goes to the outbox.
 """
@@ -59,6 +59,7 @@ class Worker:
         self._next_link = next_link
         self._wake = wake
         self._slow_s = faults.slow.seconds if faults.slow and faults.slow.rank == topology.rank else 0.0
+        self._crash_step = faults.crash.step if faults.crash and faults.crash.rank == topology.rank else None
         self._inbox: queue.SimpleQueue[Plan] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._started: Started | None = None
@@ -98,6 +99,8 @@ class Worker:
         """One step on this stage. Raises HiddenMismatch or PipeClosed before anything is computed."""
         if self._slow_s:
             time.sleep(self._slow_s)
+        if self._crash_step is not None and plan.step >= self._crash_step:
+            raise RuntimeError("a fault on purpose")
         batch = Batch.build(plan.spans, started.capacity.page_size, started.device, started.dtype)
         hidden = None
         if not self._topology.is_first_stage:

@@ -44,7 +44,6 @@ class Reference:
         import torch
         import transformers
 
-        torch.set_num_threads(1)
         extra = {"gguf_file": self.file} if self.file else {}
         return transformers.AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32, attn_implementation="eager", **extra

@@ -37,7 +37,6 @@ PATIENCE_S = 60.0
 """How long tests wait for what must come; long, since the machine may be busy. A hang is what they look for."""
 FP32 = ("--dtype", "float32")
 ALIVE_PROMPT = [5, 6, 7]
-CLIENT_GONE_S = 2.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
@@ -254,14 +253,14 @@ class Service:
         """The state that all stages share."""
         return self.info()["stages"][0]
 
-    def check_idle(self) -> dict[str, Any]:
+    def check_idle(self, patience_s: float = 5.0) -> dict[str, Any]:
         """C-IDLE: soon after the last answer nothing is protected, running or waiting, on any stage."""
 
         def idle() -> dict[str, Any] | None:
             now = self.stats()
             return None if now["device"]["protected"] or now["running"] or now["waiting"] else now
 
-        return until(idle, f"idle: {self.stats()}", 5.0)
+        return until(idle, f"idle: {self.stats()}", patience_s)
 
     def check_alive(self) -> None:
         """C-ALIVE: the same short answer as just after the start, and healthy."""

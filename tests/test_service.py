@@ -1,5 +1,6 @@
 """One service over two stages, asked everything: calls, nonsense, strangers on its sockets, clients that leave."""
 
+import json
 import pickle
 import random
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.service import FP32, Stream, native_body, serve, until
+from tests.service import FP32, PATIENCE_S, Stream, native_body, serve, until
 
 pytestmark = pytest.mark.process
 
@@ -263,6 +264,30 @@ def test_n_sequences_of_one_prompt_are_one_call(service, dense):
     assert sorted(one["meta_info"]["cached_tokens"] for one in fresh)[1:] == [32, 32, 32]
     stops = service.generate_n(prompt, 64, sampling_params=sampling | {"stop": ["a", "b", "c"]})
     assert all(one["meta_info"]["finish_reason"]["type"] in ("stop", "length") for one in stops)
+    service.check_idle()
+
+
+def test_a_client_that_does_not_read_harms_nobody(service):
+    address = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps(native_body([1, 2], 2500, stream=True)).encode()
+        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        lazy.sendall(head.encode() + body)
+        until(lambda: service.stats()["running"] == 1, "the lazy client's request runs")
+        before = memory(service)
+        assert [len(service.gen([number, 5], 50)) for number in range(8)] == [50] * 8
+        service.check_idle(PATIENCE_S)
+        assert memory(service) - before < 100e6
+    service.check_alive()
+
+
+def test_all_calls_can_be_aborted_at_once(service):
+    streams = [service.stream([number, 4], 3000) for number in range(6)]
+    for stream in streams:
+        stream.wait_tokens(1)
+    assert service.post("/abort_request", {"abort_all": True}).status_code == 200
+    assert all(stream.wait_end().error["code"] == 499 for stream in streams)
     service.check_idle()
 
 

@@ -1,11 +1,13 @@
 """Real processes that die, stop, part or are told to end: every client hears of it, and nothing is left behind."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import time
 
+import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -89,6 +91,31 @@ def test_parted_replicas_stop_before_a_token_of_that_step_leaves(dense, rank):
         assert told.groups() == (str(step), "retractions", str(rank), str(1 - rank))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_computing_fails_is_named(dense, rank):
+    # nano-vllm#274, sglang#35270: an exception in a scheduler or a model, and everybody waits for ever.
+    crash = {"crash": {"rank": rank, "step": 40}}
+    with serve(*layout(dense, pp_size=2), faults=crash, probe=False) as service:
+        stream = service.stream([5, 6, 7], 200).wait_end()
+        assert stream.error["code"] == 503 and stream.terminators == 1
+        assert service.wait_exit(GONE_S) == 71
+        assert f"rank {rank} failed: RuntimeError: a fault on purpose" in service.last_line
+
+
+def test_a_short_pause_of_a_rank_harms_nobody(dense):
+    prompts = dense.clear_prompts([20] * 4, 100, seed=50)
+    with serve(*layout(dense, pp_size=2)) as service:
+        streams = [service.stream(prompt, 100) for prompt in prompts]
+        for stream in streams:
+            stream.wait_tokens(3)
+        for role in ("rank 1", "rank 0", "front end"):
+            service.signal(role, signal.SIGSTOP)
+            time.sleep(0.5)
+            service.signal(role, signal.SIGCONT)
+        assert [stream.wait_end().output_ids for stream in streams] == dense.ids(prompts, 100)
+        service.check_idle()
+
+
 SLOW_START = {"load": {"rank": 1, "seconds": 600}}
 
 
@@ -99,8 +126,11 @@ def wait_for_weights(service):
 
 @pytest.mark.parametrize("role", ["front end", "rank 0", "rank 1", "rank 2"])
 def test_a_kill_while_weights_load(dense, role):
-    with serve(*layout(dense, pp_size=3), faults=SLOW_START, wait=False) as service:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with serve(*layout(dense, "--port", str(port), pp_size=3), faults=SLOW_START, wait=False) as service:
         wait_for_weights(service)
+        for answer in (httpx.get(f"{url}/health"), httpx.post(f"{url}/generate", json={"input_ids": [1]})):
+            assert answer.status_code == 503 and "loading" in answer.text
         service.signal(role, signal.SIGKILL)
         assert service.wait_exit(GONE_S) == (-signal.SIGKILL if role == "front end" else 71)
         assert role == "front end" or role in service.last_line
@@ -115,12 +145,13 @@ def test_a_kill_before_the_ranks_have_met(dense, role):
         assert role in service.last_line
 
 
-def test_a_kill_while_idle(dense):
-    with serve(*layout(dense, pp_size=2)) as service:
+@pytest.mark.parametrize(("pp_size", "role"), [(1, "rank 0"), (2, "rank 1")])
+def test_a_kill_while_idle(dense, pp_size, role):
+    with serve(*layout(dense, pp_size=pp_size)) as service:
         service.check_idle()
-        service.signal("rank 1", signal.SIGKILL)
+        service.signal(role, signal.SIGKILL)
         assert service.wait_exit(GONE_S) == 71
-        assert "rank 1" in service.last_line
+        assert role in service.last_line
 
 
 def test_sigterm_lets_streams_finish_and_the_port_is_free_again(dense):
@@ -128,16 +159,17 @@ def test_sigterm_lets_streams_finish_and_the_port_is_free_again(dense):
     port = str(free_port())
     flags = layout(dense, "--port", port, pp_size=3)
     with serve(*flags) as service:
-        streams = [service.stream([number, 2, 3], 300) for number in range(4)]
+        streams = [service.stream([number, 2, 3], 600) for number in range(4)]
         for stream in streams:
             stream.wait_tokens(3)
-        service.terminate()
+        for pid in service.living().values():
+            os.kill(pid, signal.SIGTERM)  # as systemd does: to all of a service at once
         until(lambda: "draining" in service.stderr, "the service drains")
         refused = service.post("/generate", {"input_ids": [1]})
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
         for stream in streams:
             stream.wait_end()
-            assert (stream.finish, stream.terminators, len(stream.output_ids)) == ("length", 1, 300)
+            assert (stream.finish, stream.terminators, len(stream.output_ids)) == ("length", 1, 600)
         assert service.wait_exit() == 0
         assert not service.run_folders()
     with serve(*flags) as service:
@@ -156,12 +188,12 @@ def test_sigterm_ends_what_does_not_finish_in_time(dense):
         assert not service.run_folders()
 
 
-def test_a_second_sigterm_ends_at_once(dense):
+def test_a_second_signal_ends_at_once(dense):
     with serve(*layout(dense, pp_size=2), probe=False) as service:
         streams = long_streams(service, 4)
-        service.terminate()
+        service.process.send_signal(signal.SIGINT)
         until(lambda: "draining" in service.stderr, "the service drains")
-        service.terminate()
+        service.process.send_signal(signal.SIGINT)
         assert service.wait_exit(GONE_S) == 128 + signal.SIGTERM
         assert all(stream.wait_end().failed for stream in streams)
         assert not service.run_folders()

@@ -38,12 +38,13 @@ SECOND_SIGNAL = 128 + signal.SIGTERM
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket bound to --host and --port, not yet listening. Raises ConfigError when it cannot be had."""
+    """A socket that listens on --host and --port. Raises ConfigError when it cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # at once: until then another service could bind the same port
     except OSError as error:
         raise ConfigError(
             f"--host {host} --port {port}: cannot listen there ({error.strerror or error})"

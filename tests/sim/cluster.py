@@ -306,7 +306,8 @@ class Cluster:
 
     def settle(self) -> None:
         """Without faults, go on until nothing moves; every row has its share of steps, and no more."""
-        rows = sum(sequence.rows_max for sequence in self.leader.live.values())
+        requests = [client.request for client in self.clients.values() if client.finish is None]
+        rows = sum(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
         queued = sum(len(rank.inbox) + len(rank.work) for rank in self.ranks)
         last = self.leader.step + STEPS_PER_ROW * rows * self.world.capacity.depth + queued + 100
         still = 0

@@ -162,7 +162,7 @@ MUTANTS = [
         (SEQUENCE, "min(end + 1, self.prompt_length)", "min(end, self.prompt_length)"),
         (SEQUENCE, "max(sampling.logprob_start, 1)", "sampling.logprob_start"),
         (SEQUENCE, "self.logprob_next += len(targets)", "pass"),
-        (SEQUENCE, "random_bits(params.seed, position)", "random_bits(params.seed, self.computed)"),
+        (SEQUENCE, "random_bits(params.seed, position)", "random_bits(params.seed, self.generated)"),
         (SEQUENCE, "self.generated < params.min_new_tokens", "self.generated <= params.min_new_tokens"),
         (SEQUENCE, "tuple(self.ids[self.prompt_length :])", "tuple(self.ids)"),
         (SEQUENCE, "request.cache_salt.encode()", 'b""'),
@@ -242,7 +242,7 @@ def killers(mutant: Mutant, seeds: int) -> Iterator[str]:
 def main() -> int:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     chosen = [mutant for mutant in MUTANTS if wanted in f"{mutant.path} {mutant.old}"]
-    survived, harmless = 0, Mutant(ALLOCATOR, "popleft", "popleft")
+    survived, harmless = 0, Mutant(ALLOCATOR, "_free.popleft", "_free.popleft")
     assert not list(killers(harmless, SEEDS)), "the tests fail without any mutant"
     for mutant in track(chosen, description="mutants", disable=not sys.stderr.isatty()):
         found = list(killers(mutant, SEEDS))
