@@ -53,6 +53,12 @@ def main(arguments: list[str]) -> int:
             signal.signal(signal.SIGTERM, _stop)
             signal.signal(signal.SIGINT, _stop)
         config = parse_flags(arguments)
+        ranks = config.pp_size * config.tp_size
+        if place.role == "rank" and place.world_size != ranks:
+            raise ConfigError(
+                f"--pp-size {config.pp_size}, --tp-size {config.tp_size}: need {ranks} ranks, "
+                f"but {place.world_size} were started"
+            )
         # What only ranks use is read here too, so that nonsense is refused before anything is started.
         read_faults()
         if config.link_address is not None:
@@ -66,11 +72,6 @@ def main(arguments: list[str]) -> int:
             layer_count=source.spec.layer_count,
             partition=config.pp_layer_partition,
         )
-        if place.role == "rank" and place.world_size != topology.world_size:
-            raise ConfigError(
-                f"--pp-size {config.pp_size}, --tp-size {config.tp_size}: need {topology.world_size} ranks, "
-                f"but {place.world_size} were started"
-            )
     except ValueError as error:
         print(f"server.py: {error}", file=sys.stderr)
         return ExitCode.USAGE

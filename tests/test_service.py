@@ -333,7 +333,25 @@ def test_each_position_comes_once(service, dense, n):
         assert [entry[1] for entry in meta["output_token_logprobs"]] == expected.ids[:n]
         assert [[top[1] for top in tops] for tops in meta["output_top_logprobs"]] == expected.tops[:n]
         for entry, logprob in zip(meta["output_token_logprobs"], expected.logprobs, strict=False):
-            assert entry[0] == pytest.approx(logprob, abs=1e-3)
+            assert entry[0] == pytest.approx(logprob, abs=4e-3)
+
+
+@pytest.mark.parametrize("start", [0, 1, 70, 199])
+def test_log_probabilities_of_a_prompt_are_right_cached_or_not(service, dense, start):
+    # The cache is read only up to the first position that is asked for; chunks of 64 each bring their share once.
+    prompt = dense.clear_prompts([200], 4, seed=start)[0]
+    expected = dense.prompt_logprobs(prompt)
+    service.gen(prompt[: 160 if start == 70 else 200], 4)
+    stream = service.stream(prompt, 4, return_logprob=True, logprob_start_len=start).wait_end()
+    meta = stream.events[-1]["meta_info"]
+    entries = meta["input_token_logprobs"]
+    if start == 0:
+        assert entries[0][0] is None
+    assert [entry[1] for entry in entries] == prompt[start:]
+    for entry, logprob in zip(entries[start == 0 :], expected[max(start, 1) - 1 :], strict=True):
+        assert entry[0] == pytest.approx(logprob, abs=4e-3)
+    assert meta["cached_tokens"] == max(start - 1, 0) // 16 * 16
+    assert stream.output_ids == dense.ids([prompt], 4)[0]
 
 
 def test_many_threads_share_one_tokenizer(service):

@@ -113,8 +113,8 @@ def test_everybody_gets_an_answer_when_the_queue_is_full(crowded):
 
 def test_busy_is_healthy(dense):
     # sglang#35884, sglang#22511: long prefills, so health says dead; probes that are requests pile up.
-    prompts = dense.clear_prompts([300] * 3, 8, seed=20)
-    faults = {"slow": {"rank": 1, "seconds": 0.03}}
+    prompts = dense.clear_prompts([200] * 3, 8, seed=20)
+    faults = {"slow": {"rank": 1, "seconds": 0.02}}
     flags = ("--chunked-prefill-size", "16", "--max-total-tokens", "8192")
     with (
         serve(*layout(dense, 2, *flags), faults=faults, probe=False) as service,

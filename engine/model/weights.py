@@ -83,8 +83,9 @@ def load_weights(
     """Load what the stage that owns `layers` needs. Raises WeightError.
 
     The stage with layer 0 gets the embedding, the one with the last layer norm and head. With tied embeddings the
-    head *is* the embedding, whatever else the file holds under `lm_head` (as in `transformers`), for every number of
-    stages. `stage` is shown in errors. `seed` is for `dummy`, where a parameter's values depend on its name alone.
+    head *is* the embedding, whatever else the file holds under `lm_head` (`transformers` 5 would use a head that
+    differs), for every number of stages. `stage` is shown in errors. `seed` is for `dummy`, where a parameter's values
+    depend on its name alone.
     """
     spec = source.spec
     assert 0 <= layers.start < layers.stop <= spec.layer_count, f"{layers} of {spec.layer_count} layers"
