@@ -20,6 +20,7 @@ from typing import NoReturn
 from engine.config import ConfigError, EngineConfig, parse_flags
 from engine.distributed.launch import (
     Children,
+    Exit,
     ExitCode,
     Place,
     front_socket,
@@ -120,7 +121,8 @@ def _be_front_end(config: EngineConfig, source: ModelSource, topology: Topology,
         watch = functools.partial(_first_exit, children)
         fatal = run(config, source, tokenizer, children.front, listener, on_ready=show_ready, watch=watch)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way and takes seconds
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # the end is under way and takes seconds
         if children is not None:
             children.terminate(LEAVE_S)
         folder.remove()
@@ -132,15 +134,20 @@ async def _first_exit(children: Children) -> Fatal:
 
     A rank that ended by itself did so because it lost the leader: if that one still lives, it is the one to name.
     """
-    while not children.exits():
+    while not (exits := _untimely(children)):
         await asyncio.sleep(0.1)
     await asyncio.sleep(WORD_S)
-    exits = children.exits()
+    exits = _untimely(children)
     cause = next((one for one in exits if one.signal_name is not None), exits[0])
     message = str(cause)
     if cause.code == ExitCode.RANK_LOST and all(one.name != "rank 0" for one in exits):
         message = f"rank 0 (pid {children.pids['rank 0']}) is silent: {cause}"
     return Fatal(exit_code=ExitCode.RANK_LOST, message=message)
+
+
+def _untimely(children: Children) -> list[Exit]:
+    """Ranks that have ended, but for those that left a drained service."""
+    return [one for one in children.exits() if one.code != ExitCode.DRAINED]
 
 
 def _stop(*_: object) -> NoReturn:

@@ -30,6 +30,7 @@ from engine.distributed.run_folder import RunFolder
 from engine.frontend import native
 from engine.frontend.app import FrontEnd
 from engine.frontend.errors import ApiError
+from engine.frontend.limits import TEXT_JOBS_MAX
 from engine.frontend.link import EngineLink
 from engine.frontend.tokenizer import Tokenizer
 from engine.model.source import open_source, resolve_model
@@ -131,9 +132,18 @@ class LLM:
 
     async def _answer_all(self, bodies: list[dict[str, Any]], progress: bool) -> list[Any]:
         """All answers, with as many requests under way as the ranks take."""
-        service = self._front.service
-        # A call of n sequences counts as one here; the leader's queue is far longer than this.
-        places = asyncio.Semaphore(service.facts.sequences_max // 2 or 1)
+        # What came while no call ran, like the end of a rank, is heard before anything is sent.
+        await asyncio.sleep(0.001)
+        try:
+            service = self._front.service
+        except ApiError as error:
+            raise RuntimeError(error.message) from None
+        # As many calls at once as the queue takes when each has the most sequences that one of these has, and fewer
+        # than the texts that may wait for the tokenizer.
+        sequences_most = max((_choices(body) for body in bodies), default=1)
+        places = asyncio.Semaphore(
+            max(min(service.facts.sequences_max // sequences_most, TEXT_JOBS_MAX // 2), 1)
+        )
         console = Console(stderr=True)
         with Progress(console=console, disable=not (progress and console.is_terminal), transient=True) as bar:
             task = bar.add_task("generating", total=len(bodies))
@@ -153,6 +163,13 @@ class LLM:
                 kind = ValueError if first.status < 500 else RuntimeError
                 raise kind(first.message) from None
         return [done.result() for done in tasks]
+
+
+def _choices(body: dict[str, Any]) -> int:
+    """How many sequences a body asks for; what it says wrongly is refused when it is read."""
+    params = body["sampling_params"]
+    choices = params.get("n") if isinstance(params, dict) else None
+    return choices if isinstance(choices, int) and choices > 0 else 1
 
 
 async def _open(children: Children) -> EngineLink:

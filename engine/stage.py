@@ -85,7 +85,7 @@ class Stage:
             self.poller.add(link)
         self.worker = Worker(topology, links.next, faults, self.poller.wake)
         self.scheduler: Scheduler | None = None
-        self.sizes: Started | None = None
+        self.started: Started | None = None
         self.exit_code: int | None = None
         self._agreement = agreement
         self._faults = faults
@@ -102,7 +102,8 @@ class Stage:
         while self.exit_code is None:
             self._take_events(role, timeout)
             self._take_news(role)
-            timeout = role.turn()
+            if self.exit_code is None:
+                timeout = role.turn()
         return self.exit_code
 
     def end(self, code: int) -> None:
@@ -130,7 +131,7 @@ class Stage:
             role.receive(link, frame)
 
     def _lose(self, role: Role, event: Lost) -> None:
-        if event.link in self.links.log.values() and self.sizes is None:
+        if event.link in self.links.log.values() and self.started is None:
             self._agreement.lost(event.link, event.reason)
         if event.link is self.links.previous:
             self.worker.hidden_in.fail(str(event))
@@ -142,7 +143,7 @@ class Stage:
             return
         for news in self.worker.news():
             if isinstance(news, Started):
-                self.sizes = news
+                self.started = news
                 self.poller.silence_s = SILENCE_S
                 self.scheduler = Scheduler(
                     news.capacity,
@@ -202,8 +203,8 @@ class Stage:
 
     def status(self) -> StageStatus:
         """This rank's books as of the step it applied last."""
-        assert self.scheduler is not None and self.sizes is not None
-        size = self.sizes.sizes[self.topology.rank]
+        assert self.scheduler is not None and self.started is not None
+        size = self.started.sizes[self.topology.rank]
         return StageStatus(
             rank=self.topology.rank,
             pp_rank=self.topology.pp_rank,

@@ -29,6 +29,8 @@ READ_BYTES = 256 * 1024
 """One read from a socket, unless a large body is under way."""
 TURN_BYTES = 8 * 1024 * 1024
 """Most bytes read from one link before the others have their turn."""
+PAUSE_S = 1.0
+"""Polls further apart than this mean that this process stood still."""
 BUFFERS_PER_CALL = 64
 """Buffers handed to one sendmsg; the kernel takes at most 1,024."""
 
@@ -179,14 +181,7 @@ class Lost:
         return f"{self.link.name} {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
-class Readable:
-    """A file descriptor given to `add_reader` can be read."""
-
-    fd: int
-
-
-Event = Received | Lost | Readable
+Event = Received | Lost
 
 
 class Poller:
@@ -203,6 +198,7 @@ class Poller:
         self._selector = selectors.DefaultSelector()
         self._links: list[Link] = []
         self._scratch = memoryview(bytearray(READ_BYTES))
+        self._asked_at = time.monotonic()
         self._wake_in, self._wake_out = os.pipe()
         os.set_blocking(self._wake_in, False)
         os.set_blocking(self._wake_out, False)
@@ -226,14 +222,6 @@ class Poller:
             link._poller = None
         link.close()
 
-    def add_reader(self, fd: int) -> None:
-        """Watch any other descriptor for reading (a lifeline, a signal pipe)."""
-        self._selector.register(fd, selectors.EVENT_READ, fd)
-
-    def remove_reader(self, fd: int) -> None:
-        """Stop watching a descriptor."""
-        self._selector.unregister(fd)
-
     def wake(self) -> None:
         """Make a `poll` in progress, or the next one, return at once. From any thread or signal handler."""
         # A full pipe means that a wake-up is already on its way; a closed one that nobody waits any more.
@@ -248,6 +236,7 @@ class Poller:
         events: list[Event] = []
         self._send_backlogs()
         asked_at = time.monotonic()
+        self._forgive_pause(asked_at)
         for key, mask in self._selector.select(self._patience(timeout)):
             if isinstance(key.data, Link):
                 if mask & selectors.EVENT_WRITE:
@@ -255,10 +244,8 @@ class Poller:
                         key.data._write()
                 if mask & selectors.EVENT_READ:
                     self._receive(key.data, events)
-            elif key.data is None:
-                self._drain_wakes()
             else:
-                events.append(Readable(key.data))
+                self._drain_wakes()
         self._heartbeat(asked_at, events)
         return events
 
@@ -319,6 +306,15 @@ class Poller:
             self._lose(link, f"talks nonsense: {error}", events)
         except ConnectionError as error:
             self._lose(link, str(error), events)
+
+    def _forgive_pause(self, now: float) -> None:
+        """A pause of this process may have been one of the whole machine (a snapshot, a frozen container), and then
+        of the peers too: it does not count as their silence. Without one, polls are never further apart than this."""
+        gap = now - self._asked_at
+        self._asked_at = now
+        if gap > PAUSE_S:
+            for link in self._links:
+                link._received_at = min(link._received_at + gap, now)
 
     def _heartbeat(self, asked_at: float, events: list[Event]) -> None:
         """Send pulses that are due; give up links that failed or are silent.

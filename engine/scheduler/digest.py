@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-INPUTS, ALLOCATOR, TREE, ROWS = "inputs", "allocator", "tree", "rows"
-
 
 class Accumulator:
     """A chained 64-bit hash over every event noted so far."""
