@@ -2,7 +2,9 @@
 
 The default model in fp32, one stage (and two beside it), as many threads as there are cores. Each figure is the median
 of several rounds; in each round both sides do the same work one after the other, so that a machine whose speed drifts
-slows both. While one side works the other's processes are idle. Written as JSON with `--json`.
+slows both. While one side works the other's processes are idle. transformers runs with the attention it chooses by itself
+(sdpa), which is its faster one; `benchmarks.model_speed` has eager too. The last line puts the scheduler, radix tree and
+digest of a decode step (`benchmarks.scheduler_speed`) beside the step. Written as JSON with `--json`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.scheduler_speed import decode_times
 from engine.distributed.launch import usable_cores
 from engine.llm import LLM
 from engine.model.source import resolve_model
@@ -126,16 +129,13 @@ def serving(pp_size: int) -> Iterator[LLM]:
 
 
 def show(title: str, medians: dict[str, dict[str, float]]) -> None:
-    """A line per piece of work, with the ratio of the slower to the faster side's name."""
+    """A line per piece of work: both sides and their ratio."""
     print(f"\n{title}")
     for what, sides in medians.items():
         (first, a), (second, b) = sides.items()
-        ratio = (
-            f"{first} takes {a / b:.2f} of {second}"
-            if "cached" not in sides
-            else f"{first}/{second} {a / b:.1f}"
+        print(
+            f"  {what:55} {first} {a * 1000:9.2f} ms   {second} {b * 1000:9.2f} ms   {first}/{second} {a / b:.3f}"
         )
-        print(f"  {what:55} {first} {a * 1000:9.1f} ms   {second} {b * 1000:9.1f} ms   {ratio}")
 
 
 def main() -> None:
@@ -151,12 +151,13 @@ def main() -> None:
     results = {}
     for pp_size in arguments.pp:
         with serving(pp_size) as llm:
-            results[f"pp {pp_size}"] = measure(llm, peer, arguments.rounds)
+            medians = measure(llm, peer, arguments.rounds)
+        step = medians["decode at batch 1, per token"]["lockstep"]
+        pure = statistics.median(decode_times(1))
+        medians["scheduler, tree and digest in a decode step"] = {"apply": pure, "step": step}
+        results[f"pp {pp_size}"] = medians
         if not arguments.json:
-            show(
-                f"pp {pp_size}, {usable_cores()} cores, medians of {arguments.rounds} rounds",
-                results[f"pp {pp_size}"],
-            )
+            show(f"pp {pp_size}, {usable_cores()} cores, medians of {arguments.rounds} rounds", medians)
     if arguments.json:
         print(json.dumps(results, indent=2))
 
