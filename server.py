@@ -17,7 +17,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from engine.config import ConfigError, EngineConfig, parse_flags
+from engine.config import ConfigError, EngineConfig, check_model, parse_flags
 from engine.distributed.launch import (
     Children,
     Exit,
@@ -66,6 +66,7 @@ def main(arguments: list[str]) -> int:
             read_secret(os.environ)
             listen(config.link_address, place.rank)[0].close()
         source = open_source(resolve_model(config.model_path), config.load_format)
+        check_model(config, source.spec.context_length)
         topology = Topology.build(
             place.rank,
             tp_size=config.tp_size,
@@ -112,7 +113,9 @@ def _be_front_end(config: EngineConfig, source: ModelSource, topology: Topology,
         print(f"server.py: {error}", file=sys.stderr)
         return ExitCode.USAGE
     children: Children | None = None
-    logging.getLogger(__name__).info("%s: starting %d ranks", source.name, topology.world_size)
+    logging.getLogger(__name__).info(
+        "%s: starting %d rank%s", source.name, topology.world_size, "s" * (topology.world_size > 1)
+    )
     try:
         children = start_ranks(
             [sys.executable, *sys.argv], topology.world_size, folder.path, threads=config.threads_per_rank

@@ -1,10 +1,11 @@
 """Lockstep against transformers on the same cores, by turns, in one run: `python -m benchmarks.against_transformers`.
 
-The default model in fp32, one stage (and two beside it), as many threads as there are cores. Each figure is the median
-of several rounds; in each round both sides do the same work one after the other, so that a machine whose speed drifts
-slows both. While one side works the other's processes are idle. transformers runs with the attention it chooses by itself
-(sdpa), which is its faster one; `benchmarks.model_speed` has eager too. The last line puts the scheduler, radix tree and
-digest of a decode step (`benchmarks.scheduler_speed`) beside the step. Written as JSON with `--json`.
+The default model in fp32, one stage (and two beside it), as many threads as there are cores. Each figure is the
+median of several rounds; in each round both sides do the same work one after the other, so that a machine whose speed
+drifts slows both. While one side works the other's processes are idle. transformers runs with the attention it chooses
+by itself (sdpa), which is its faster one; `benchmarks.model_speed` has eager too. The last line puts the scheduler,
+radix tree and digest of a decode step (`benchmarks.scheduler_speed`) beside the step. Run it alone: threads of
+transformers spin while they wait, and other work on the cores slows them out of proportion. Written as JSON with `--json`.
 """
 
 from __future__ import annotations

@@ -164,11 +164,10 @@ def parse_flags(arguments: Iterable[str], *, program: str = "server.py") -> Engi
 
 
 def check(config: EngineConfig) -> EngineConfig:
-    """Check what no single flag shows, and ranges for configurations made in code. Raises ConfigError."""
+    """Check what no single flag shows, and types and ranges for configurations made in code. Raises ConfigError."""
+    hints = typing.get_type_hints(EngineConfig)
     for item in dataclasses.fields(EngineConfig):
-        value = getattr(config, item.name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            _check_range(item, value)
+        _check_value(item, hints[item.name], getattr(config, item.name))
     if config.chunked_prefill_size not in (None, -1) and config.chunked_prefill_size < config.page_size:
         raise ConfigError(
             f"--chunked-prefill-size {config.chunked_prefill_size}: allowed is -1 (off) "
@@ -191,6 +190,14 @@ def check(config: EngineConfig) -> EngineConfig:
         if min(config.pp_layer_partition) < 1:
             raise ConfigError(f"--pp-layer-partition {shown}: allowed are whole numbers of at least 1")
     return config
+
+
+def check_model(config: EngineConfig, context_length: int) -> None:
+    """Check the flags against the model, which allows `context_length` tokens. Raises ConfigError."""
+    if config.context_length is not None and config.context_length > context_length:
+        raise ConfigError(
+            f"--context-length {config.context_length}: allowed is at most {context_length}, the model's own"
+        )
 
 
 def as_flags(config: EngineConfig) -> list[str]:
@@ -252,13 +259,8 @@ def _read(item: dataclasses.Field[Any], hint: Any, text: str) -> Any:
     """Turn a flag's text into its field's value. Raises ConfigError."""
     plain = _plain_type(hint)
     name = flag_name(item.name)
-    if typing.get_origin(plain) is Literal:
-        if text not in typing.get_args(plain):
-            raise ConfigError(f"{name} {text}: allowed is one of {', '.join(typing.get_args(plain))}")
-        return text
-    if plain is str:
-        if not text:
-            raise ConfigError(f"{name} '': allowed is a text that is not empty")
+    if plain is str or typing.get_origin(plain) is Literal:
+        _check_value(item, hint, text)
         return text
     try:
         if typing.get_origin(plain) is tuple:
@@ -266,13 +268,17 @@ def _read(item: dataclasses.Field[Any], hint: Any, text: str) -> Any:
         value = plain(text)
     except ValueError:
         raise ConfigError(f"{name} {text}: allowed is {_allowed(item, plain)}") from None
-    _check_range(item, value)
+    _check_value(item, hint, value)
     return value
 
 
 def _allowed(item: dataclasses.Field[Any], plain: Any) -> str:
+    if typing.get_origin(plain) is Literal:
+        return f"one of {', '.join(typing.get_args(plain))}"
     if typing.get_origin(plain) is tuple:
         return "a list of whole numbers like 20,20,19,19"
+    if plain is str or plain is bool:
+        return "a text that is not empty" if plain is str else "True or False"
     low, high = item.metadata["low"], item.metadata["high"]
     kind = "a whole number" if plain is int else "a number"
     if low is not None and high is not None:
@@ -280,9 +286,27 @@ def _allowed(item: dataclasses.Field[Any], plain: Any) -> str:
     return f"{kind} of at least {low}" if low is not None else kind
 
 
-def _check_range(item: dataclasses.Field[Any], value: float) -> None:
+def _check_value(item: dataclasses.Field[Any], hint: Any, value: Any) -> None:
+    """Raise ConfigError unless `value` is of its field's type and in its range."""
+    plain = _plain_type(hint)
+    if value is None and plain is not hint:
+        return
     low, high = item.metadata["low"], item.metadata["high"]
     # Written so that NaN, which compares false with everything, is refused too.
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        kind: Any = int if isinstance(value, int) else float
-        raise ConfigError(f"{flag_name(item.name)} {value}: allowed is {_allowed(item, kind)}")
+    if _has_type(plain, value) and (low is None or value >= low) and (high is None or value <= high):
+        return
+    shown = (
+        value if isinstance(value, str) and value and plain is not int and plain is not float else repr(value)
+    )
+    raise ConfigError(f"{flag_name(item.name)} {shown}: allowed is {_allowed(item, plain)}")
+
+
+def _has_type(plain: Any, value: Any) -> bool:
+    if typing.get_origin(plain) is Literal:
+        return isinstance(value, str) and value in typing.get_args(plain)
+    if typing.get_origin(plain) is tuple:
+        return isinstance(value, tuple) and all(type(part) is int for part in value)
+    if plain is str:
+        return isinstance(value, str) and bool(value)
+    # bool is a kind of int, but nobody means True by --pp-size 1.
+    return type(value) is plain or (plain is float and type(value) is int)

@@ -99,8 +99,11 @@ class Leader:
                 max_running_requests=capacity.max_running_requests,
                 page_size=capacity.page_size,
                 context_length=capacity.context_length,
+                chunked_prefill_size=capacity.chunk_tokens,
                 dtype=str(started.dtype).removeprefix("torch."),
+                kv_cache_dtype=str(started.cache_dtype).removeprefix("torch."),
                 device=started.device.type,
+                threads_per_rank=started.threads,
                 stages=started.sizes,
                 pids=started.pids,
             )

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import engine
-from engine.config import ConfigError, EngineConfig, as_flags, check
+from engine.config import ConfigError, EngineConfig, as_flags, check, check_model
 from engine.distributed.launch import Children, start_ranks
 from engine.distributed.run_folder import RunFolder
 from engine.frontend import native
@@ -58,6 +58,7 @@ class LLM:
             wrong = next(name for name in flags if name not in known)
             raise ConfigError(f"{wrong}: no such flag; allowed are the fields of EngineConfig") from None
         source = open_source(resolve_model(model_path), self.config.load_format)
+        check_model(self.config, source.spec.context_length)
         topology = Topology.build(
             0,
             tp_size=self.config.tp_size,

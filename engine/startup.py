@@ -1,8 +1,10 @@
-"""How a rank comes to life: handshake, weights, sizes, votes, pools, warm-up. Rule 4 of the design, in one place.
+"""How a rank comes to life: handshake, sizes, votes, weights, pools, warm-up. Rule 4 of the design, in one place.
 
 Runs once, on the rank's compute thread, while its control thread keeps the links alive. Every rank walks through the
-same phases in the same order; each phase ends in agreement or ends all ranks with the same line. What comes out is
-agreed (`Capacity`) or local (weights, pool, bytes), and the pure half is built from the agreed part alone.
+same phases in the same order; each phase ends in agreement or ends all ranks with the same line. Memory is measured
+before the first of them ends and all sizes are settled before anything is loaded, so that no rank sees what another
+has taken already. What comes out is agreed (`Capacity`) or local (weights, pool, bytes), and the pure half is built
+from the agreed part alone.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +26,10 @@ import torch
 import engine
 from engine.config import EngineConfig, flag_name
 from engine.distributed.agreement import Agreement
+from engine.distributed.frames import BODY_BYTES_MAX
 from engine.distributed.launch import Place
 from engine.distributed.memory import HostMemory, MemoryNeed, check_memory, host_memory
+from engine.distributed.pipe import HEAD
 from engine.faults import Faults
 from engine.mem_cache.pool.device import DeviceKVPool
 from engine.mem_cache.sizing import attention_bytes_per_token, default_running_requests, tokens_for_budget
@@ -41,6 +45,7 @@ LOCAL_FIELDS = ("host", "port", "api_key", "link_address", "log_level", "threads
 """Flags that may differ between ranks: they belong to one process or machine. The model is compared by content."""
 WARM_UP_ROWS = 32
 CPU_BUDGET_BYTES = 4 * 10**9
+CUDA_FRACTION = 0.85
 LOADING_S = 3600.0
 """How much longer the slowest rank may read weights than the fastest."""
 
@@ -55,7 +60,10 @@ class Started:
     decoder: Decoder
     pool: DeviceKVPool
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     device: torch.device
+    threads: int
+    """CPU threads that this rank computes with."""
     sizes: tuple[StageSize, ...]
     """The start-up table, one line per rank, the same on every rank."""
     pids: tuple[int, ...]
@@ -87,37 +95,54 @@ class Startup:
         self._bytes_per_token = attention_bytes_per_token(
             source.spec, len(topology.layers), tp_size=topology.tp_size, dtype=_name(self._cache_dtype)
         )
+        self._weight_bytes = parameter_count(source.spec, topology.layers) * self._dtype.itemsize
 
     def run(self) -> Started:
         """Agree, load and allocate. Raises Refused or RankLost, with the same line on every rank."""
-        agreement = self._agreement
+        agreement, config, source, topology = self._agreement, self._config, self._source, self._topology
+        agreement.vote("device", device_problem(config.device, torch.cuda.device_count()))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        agreement.must_equal("handshake", self._must_equal())
+        # Nobody passes the handshake, and so nobody loads, before every rank has come to it with its measurement.
         memory = host_memory()
-        with _voting(agreement, "weights", LOADING_S):
-            weights = self._load()
-        local_tokens = self._local_tokens(memory)
+        free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else memory.available
+        agreement.must_equal("handshake", self._must_equal())
+
+        budget = self._budget(free)
+        local_tokens = self._local_tokens(budget)
+        agreement.vote("budget", _budget_problem(local_tokens, budget, self._bytes_per_token, config))
         tokens = agreement.minimum("device capacity", local_tokens)
         if self._device.type == "cpu":
-            _check_host_memory(agreement, memory, tokens * self._bytes_per_token)
-        with _voting(agreement, "pools"):
-            pool = self._allocate(tokens)
-        capacity = _capacity(self._config, self._source, self._topology, self._device, tokens)
-        decoder = Decoder(self._source.spec, weights)
-        with _voting(agreement, "warm-up", LOADING_S):
-            _warm_up(decoder, pool, capacity, self._topology, self._dtype, self._device)
+            need = self._weight_bytes + tokens * self._bytes_per_token
+            rows = agreement.gather("memory", (socket.gethostname(), need, memory.total, memory.available))
+            agreement.vote("memory verdict", memory_problem(rows))
+        capacity = _capacity(config, source, topology, self._device, tokens)
         agreement.must_equal("capacity", dataclasses.asdict(capacity))
+        agreement.vote("frames", frame_problem(capacity, source.spec.hidden_size, self._dtype))
+
+        with _voting(agreement, "weights", LOADING_S):
+            log.info("weights: %.2f GB to load", self._weight_bytes / 1e9)
+            weights = self._load()
+        with _voting(agreement, "pools"):
+            log.info("pools: %d tokens, %.2f GB", tokens, tokens * self._bytes_per_token / 1e9)
+            pool = self._allocate(tokens)
+        decoder = Decoder(source.spec, weights)
+        with _voting(agreement, "warm-up", LOADING_S):
+            log.info("warm-up: a first prefill and a first decode")
+            _warm_up(decoder, pool, capacity, topology, self._dtype, self._device)
+
         size = self._size(weights, pool, local_tokens, tokens, memory)
         table = agreement.gather("table", (msgspec.to_builtins(size), os.getpid()))
         return Started(
-            capacity,
-            decoder,
-            pool,
-            self._dtype,
-            self._device,
-            tuple(msgspec.convert(row, StageSize) for row, _ in table),
-            tuple(pid for _, pid in table),
+            capacity=capacity,
+            decoder=decoder,
+            pool=pool,
+            dtype=self._dtype,
+            cache_dtype=self._cache_dtype,
+            device=self._device,
+            threads=torch.get_num_threads(),
+            sizes=tuple(msgspec.convert(row, StageSize) for row, _ in table),
+            pids=tuple(pid for _, pid in table),
         )
 
     def _must_equal(self) -> dict[str, Any]:
@@ -155,18 +180,21 @@ class Startup:
             seed=self._config.random_seed or 0,
         )
 
-    def _local_tokens(self, memory: HostMemory) -> int:
-        """The tokens that this rank could hold: from its budget, at most what --max-total-tokens says."""
-        config, fault = self._config, self._faults.memory
-        weights_bytes = parameter_count(self._source.spec, self._topology.layers) * self._dtype.itemsize
-        budget = _budget(config, self._device, memory, weights_bytes, self._place.local_world_size)
+    def _budget(self, free: int) -> int:
+        """Bytes that this rank may take for its pool, of the `free` ones of its device."""
+        fault = self._faults.memory
         if fault is not None and fault.rank == self._topology.rank:
-            budget = fault.bytes
-        tokens = tokens_for_budget(budget, self._bytes_per_token, config.page_size)
-        if config.max_total_tokens is not None:
-            tokens = min(tokens, config.max_total_tokens // config.page_size * config.page_size)
-        self._agreement.vote("budget", _too_small(tokens, budget, self._bytes_per_token, config))
-        return tokens
+            return fault.bytes
+        sharing = ranks_per_device(self._place.local_world_size, self._device.type, torch.cuda.device_count())
+        return pool_budget(
+            self._config.mem_fraction_static, self._device.type, free, self._weight_bytes, sharing
+        )
+
+    def _local_tokens(self, budget: int) -> int:
+        """The tokens that this rank could hold: from its budget, at most what --max-total-tokens says."""
+        page_size, most = self._config.page_size, self._config.max_total_tokens
+        tokens = tokens_for_budget(budget, self._bytes_per_token, page_size)
+        return tokens if most is None else min(tokens, most // page_size * page_size)
 
     def _allocate(self, tokens: int) -> DeviceKVPool:
         spec, page_size = self._source.spec, self._config.page_size
@@ -206,39 +234,41 @@ class Startup:
 
 
 def _device(config: EngineConfig, place: Place) -> torch.device:
-    kind = config.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return (
-        torch.device(kind, place.local_rank % torch.cuda.device_count())
-        if kind == "cuda"
-        else torch.device(kind)
-    )
+    """The rank's device. Without any CUDA device it is the CPU, whatever was asked: `device_problem` refuses that."""
+    count = torch.cuda.device_count()
+    if config.device == "cpu" or count == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank % count)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _budget(
-    config: EngineConfig, device: torch.device, memory: HostMemory, weights_bytes: int, local_ranks: int
-) -> int:
-    """Bytes this rank may take for its device pool.
+def device_problem(asked: str, cuda_devices: int) -> str | None:
+    """One line when --device asks for what this machine does not have."""
+    if asked == "cuda" and cuda_devices == 0:
+        return "--device cuda: torch finds no CUDA device on this machine; allowed is cpu or auto"
+    return None
 
-    CPU: 4 GB or a quarter of what was available before loading, the smaller, shared by the ranks of this machine; a
-    given --mem-fraction-static is a share of the available memory for weights and pool together. CUDA: the share of
-    what was free before loading (default 0.85), less the weights.
+
+def ranks_per_device(local_ranks: int, device_type: str, cuda_devices: int) -> int:
+    """How many ranks share the memory of one device: on the CPU all of the machine."""
+    return -(-local_ranks // cuda_devices) if device_type == "cuda" else local_ranks
+
+
+def pool_budget(fraction: float | None, device_type: str, free: int, weight_bytes: int, sharing: int) -> int:
+    """Bytes one rank may take for its device pool, of `free` ones before loading that `sharing` ranks share.
+
+    A share of what is free (--mem-fraction-static, on CUDA 0.85 unless given) is for weights and pools together. On the
+    CPU, when no share is given, pools take 4 GB or a quarter of what is free, the smaller.
     """
-    fraction = config.mem_fraction_static
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return max(int((free + weights_bytes) * (fraction or 0.85)) - weights_bytes, 0)
-    if fraction is None:
-        return min(CPU_BUDGET_BYTES, memory.available // 4) // local_ranks
-    return max(int(memory.available * fraction) // local_ranks - weights_bytes, 0)
+    if fraction is None and device_type == "cpu":
+        return min(CPU_BUDGET_BYTES, free // 4) // sharing
+    return max(int(free * (fraction or CUDA_FRACTION)) // sharing - weight_bytes, 0)
 
 
-def _too_small(local_tokens: int, budget: int, bytes_per_token: int, config: EngineConfig) -> str | None:
+def _budget_problem(local_tokens: int, budget: int, bytes_per_token: int, config: EngineConfig) -> str | None:
     if local_tokens >= config.page_size:
         return None
     return (
@@ -247,23 +277,37 @@ def _too_small(local_tokens: int, budget: int, bytes_per_token: int, config: Eng
     )
 
 
-def _check_host_memory(agreement: Agreement, memory: HostMemory, need: int) -> None:
-    """One check per machine over all its ranks, on what was available before anyone loaded anything."""
-    rows = agreement.gather("memory", (socket.gethostname(), need, memory.total, memory.available))
-    needs = [MemoryNeed(host_name, rank, asked) for rank, (host_name, asked, _, _) in enumerate(rows)]
+def memory_problem(rows: Sequence[tuple[str, int, int, int]]) -> str | None:
+    """One line when the ranks of a machine need more than it has; `rows` by rank: host name, need, total, available.
+
+    A machine is as small as any of its ranks has seen it.
+    """
+    needs = [MemoryNeed(host_name, rank, need) for rank, (host_name, need, _, _) in enumerate(rows)]
     by_host: dict[str, HostMemory] = {}
     for host_name, _, total, available in rows:
         seen = by_host.get(host_name, HostMemory(total, available))
         by_host[host_name] = HostMemory(min(seen.total, total), min(seen.available, available))
-    agreement.vote("memory", check_memory(needs, by_host))
+    return check_memory(needs, by_host)
+
+
+def frame_problem(capacity: Capacity, hidden_size: int, dtype: torch.dtype) -> str | None:
+    """One line when the hidden states of the largest step do not fit into one frame between two stages."""
+    beside_chunk = capacity.page_size + capacity.max_running_requests
+    rows_max = (BODY_BYTES_MAX - HEAD.size) // (hidden_size * dtype.itemsize)
+    if capacity.depth == 1 or capacity.chunk_tokens + beside_chunk <= rows_max:
+        return None
+    return (
+        f"--chunked-prefill-size {capacity.chunk_tokens}: hidden states of a step of "
+        f"{capacity.chunk_tokens} + {beside_chunk} rows exceed the {BODY_BYTES_MAX} bytes that stages send at once; "
+        f"allowed is at most {rows_max - beside_chunk}"
+    )
 
 
 def _capacity(
     config: EngineConfig, source: ModelSource, topology: Topology, device: torch.device, tokens: int
 ) -> Capacity:
-    context = source.spec.context_length
-    if config.context_length is not None:
-        context = min(context, config.context_length)
+    context = config.context_length or source.spec.context_length
+    assert context <= source.spec.context_length, f"{context} > {source.spec.context_length}: see check_model"
     chunk = config.chunked_prefill_size
     if chunk is None:
         chunk = max(4096 if device.type == "cuda" else 512, config.page_size)
@@ -312,12 +356,8 @@ def _voting(agreement: Agreement, phase: str, timeout_s: float = 50.0) -> Iterat
     problem: str | None = None
     try:
         yield
-    except (
-        ValueError,
-        OSError,
-        RuntimeError,
-        MemoryError,
-    ) as error:  # torch reports a lack of memory as RuntimeError
+    # torch reports a lack of memory as RuntimeError.
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         problem = f"{phase}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     agreement.vote(phase, problem, timeout_s=timeout_s)
 

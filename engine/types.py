@@ -282,8 +282,13 @@ class Ready(Wire, frozen=True, kw_only=True):
     max_running_requests: int
     page_size: int
     context_length: int
+    chunked_prefill_size: int = 0
+    """Most rows of a step that computes a prompt, as it was settled at the start."""
     dtype: str
+    kv_cache_dtype: str = ""
     device: str
+    threads_per_rank: int = 0
+    """CPU threads of the leader; other machines may have others."""
     stages: tuple[StageSize, ...]
     pids: tuple[int, ...]
 

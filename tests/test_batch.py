@@ -47,6 +47,26 @@ def test_pages_beyond_a_spans_end_are_not_read():
     assert built.prefills[0].pages == slice(5, 6) and built.decodes[0].pages == slice(8, 9)
 
 
+@pytest.mark.parametrize(
+    ("start", "count", "begun"),
+    [
+        (0, 1, [21, 22, 23]),
+        (1, 1, []),
+        (3, 1, []),
+        (0, 4, []),
+        (0, 3, [23]),
+        (1, 2, []),
+        (1, 5, [38, 39]),
+        (4, 1, [37, 38, 39]),
+        (5, 2, []),
+    ],
+)
+def test_who_begins_a_page_clears_the_rest_of_it(start, count, begun):
+    """Pages 5 and 9 of 4 tokens each; whoever had page 9 before left something behind."""
+    built = build(decode(8, (1, 2)), Span(1, start, (7,) * count, (5, 9)))
+    assert ([] if built.begun_slots is None else built.begun_slots.tolist()) == begun
+
+
 def test_rows_alone_in_their_batch_need_no_row_numbers():
     assert build(decode(5, (1, 2)), decode(3, (4,))).decodes[0].rows is None
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig, check, flag_name, parse_flags
+from engine.config import ConfigError, EngineConfig, check, check_model, flag_name, parse_flags
 
 
 def test_nothing_given_gives_the_documented_defaults():
@@ -104,6 +104,48 @@ def test_configurations_made_in_code_are_checked_alike():
     assert check(EngineConfig(pp_size=2)).pp_size == 2
     with pytest.raises(ConfigError, match="--page-size 0: allowed is"):
         check(EngineConfig(page_size=0))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("page_size", "16", "--page-size '16': allowed is a whole number from 1 to 4096"),
+        ("page_size", 16.0, "--page-size 16.0: allowed is a whole number from 1 to 4096"),
+        ("page_size", None, "--page-size None: allowed is a whole number from 1 to 4096"),
+        ("pp_size", True, "--pp-size True: allowed is a whole number from 1 to 1024"),
+        ("disable_radix_cache", 1, "--disable-radix-cache 1: allowed is True or False"),
+        ("dtype", "int8", "--dtype int8: allowed is one of auto, float32, bfloat16"),
+        ("dtype", None, "--dtype None: allowed is one of auto, float32, bfloat16"),
+        ("model_path", 3, "--model-path 3: allowed is a text that is not empty"),
+        ("host", "", "--host '': allowed is a text that is not empty"),
+        (
+            "pp_layer_partition",
+            [1],
+            "--pp-layer-partition [1]: allowed is a list of whole numbers like 20,20,19,19",
+        ),
+        (
+            "pp_layer_partition",
+            (1.0,),
+            "--pp-layer-partition (1.0,): allowed is a list of whole numbers like 20,20,19,19",
+        ),
+        ("watchdog_timeout", "x", "--watchdog-timeout 'x': allowed is a number from 0.1 to 86400"),
+    ],
+)
+def test_a_value_of_another_type_made_in_code_is_one_line(field, value, message):
+    with pytest.raises(ConfigError) as raised:
+        check(EngineConfig(**{field: value}))
+    assert str(raised.value) == message
+
+
+def test_whole_numbers_pass_for_numbers():
+    assert check(EngineConfig(watchdog_timeout=5, mem_fraction_static=None)).watchdog_timeout == 5
+
+
+def test_a_context_length_beyond_the_models_is_refused():
+    check_model(EngineConfig(), 2048)
+    check_model(EngineConfig(context_length=2048), 2048)
+    with pytest.raises(ConfigError, match="--context-length 2049: allowed is at most 2048, the model's own"):
+        check_model(EngineConfig(context_length=2049), 2048)
 
 
 def test_every_field_has_a_flag_with_help_in_a_group():

@@ -10,6 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.frontend import limits
+from engine.frontend.detokenizer import StopStrings
 from tests.stub_leader import BOS, EOS, StubLeader, front_end, stub_source, until
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
@@ -118,7 +119,59 @@ def test_log_probabilities_cover_each_position_once(client):
     assert "input_token_logprobs" not in only_output and only_output["output_token_logprobs_length"] == 3
 
 
+def test_a_stream_shows_log_probabilities_of_the_prompt_when_complete_and_at_the_end(client):
+    body = {
+        "input_ids": [[10, 11, 12]] * 2,
+        "stream": True,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 1,
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0},
+    }
+    for index in range(2):
+        metas = [
+            event["meta_info"]
+            for event in events(client.post("/generate", json=body))
+            if event["index"] == index
+        ]
+        assert len(metas) > 2
+        for name in ("input_token_logprobs", "input_top_logprobs"):
+            assert [name in meta for meta in metas] == [True, *[False] * (len(metas) - 2), True]
+            assert metas[0][name] == metas[-1][name] and len(metas[0][name]) == 3
+
+
+def test_log_probabilities_of_prompts_are_bounded_over_the_call(client, monkeypatch):
+    # Two prompts of three tokens, the first of which has none, each with 1 + 2 values: 12.
+    body = {
+        "input_ids": [[10, 11, 12]] * 2,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+    }
+    monkeypatch.setattr(limits, "CALL_PROMPT_LOGPROBS_MAX", 12)
+    assert client.post("/generate", json=body).status_code == 200
+    monkeypatch.setattr(limits, "CALL_PROMPT_LOGPROBS_MAX", 11)
+    refused = client.post("/generate", json=body)
+    message = refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "asks for 12" in message and "allowed are 11" in message
+    assert "logprob_start_len" in message and "top_logprobs_num" in message
+
+
 # ---- stops and special tokens ----
+
+
+def test_equal_stop_strings_of_a_call_have_one_matcher_and_different_ones_a_bound(client, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        "engine.frontend.native.StopStrings", lambda strings: built.append(1) or StopStrings(strings)
+    )
+    body = {"text": ["a"] * 8, "sampling_params": GREEDY | {"stop": "zzzz"}}
+    assert client.post("/generate", json=body).status_code == 200 and built == [1]
+    monkeypatch.setattr(limits, "CALL_STOP_CHARACTERS_MAX", 7)
+    assert client.post("/generate", json=body).status_code == 200
+    different = [GREEDY | {"stop": stop} for stop in ("zzzz", "yyyy")]
+    refused = client.post("/generate", json={"text": ["a", "b"], "sampling_params": different})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "sampling_params.stop"
 
 
 def test_a_stop_string_ends_the_request_at_the_leader_too(hello, client):

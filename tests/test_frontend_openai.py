@@ -1,5 +1,7 @@
 """The OpenAI routes, used by the real openai client over a real socket. Tokens come from a script."""
 
+import threading
+
 import httpx
 import openai
 import pytest
@@ -303,3 +305,34 @@ def test_a_key_guards_all_but_health():
             assert client.completions.create(model="stub", prompt="a", max_tokens=1).choices[0].text == "h"
         info = httpx.get(f"{front.url}/server_info", headers={"authorization": "Bearer secret"})
         assert "secret" not in info.text
+
+
+def test_too_many_sequences_are_refused_before_a_prompt_is_encoded(hello, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: encoded.append(1) or (1,))
+    body = {"prompt": ["a"] * 600, "n": 2, "max_tokens": 1}
+    refused = httpx.post(f"{hello.url}/v1/completions", json=body, timeout=20)
+    assert refused.status_code == 400 and "asks for 1200 sequences" in refused.json()["error"]["message"]
+    assert encoded == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_a_client_that_leaves_while_its_prompt_is_encoded_makes_no_request(path, monkeypatch):
+    leader, may_end, begun = StubLeader("hello "), threading.Event(), threading.Event()
+
+    def encode(*_, **__):
+        begun.set()
+        assert may_end.wait(20)
+        return (1,)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with front_end(leader) as front, httpx.Client(base_url=front.url) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(path, json={"prompt": "a", "text": "a", "messages": HI}, timeout=0.3)
+        assert begun.is_set()
+        for _ in range(5):  # by then the server has seen the client go
+            assert client.get("/health").status_code == 200
+        may_end.set()
+        stays = {"input_ids": [7], "sampling_params": {"max_new_tokens": 3}}
+        assert client.post("/generate", json=stays).status_code == 200
+        assert [request.prompt_ids for request in leader.requests] == [(7,)]

@@ -69,6 +69,36 @@ def test_health_tells_why_it_is_bad(monkeypatch):
         assert "silent" in httpx.get(f"{front.url}/health").json()["reason"]
 
 
+def test_no_request_is_taken_for_a_leader_that_is_silent_or_does_not_read(monkeypatch):
+    leader = StubLeader()
+    with front_end(leader) as front:
+        monkeypatch.setattr("engine.frontend.limits.UNSENT_BYTES_MAX", -1)
+        refused = httpx.post(f"{front.url}/generate", json=LONG)
+        assert refused.status_code == 503 and "has yet to read 0 bytes" in refused.text
+        monkeypatch.undo()
+        leader.pulsing = False
+        monkeypatch.setattr("engine.frontend.limits.PULSE_SECONDS_MAX", 0.2)
+        until(lambda: httpx.get(f"{front.url}/health").status_code == 503)
+        refused = httpx.post(f"{front.url}/generate", json=LONG)
+        assert refused.status_code == 503 and "silent" in refused.text and leader.requests == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"), [("BODY_SECONDS_MAX", 408), ("BODIES_BYTES_MAX", 503), ("BODY_BYTES_MAX", 413)]
+)
+def test_bodies_are_bounded_in_time_and_over_all_calls(monkeypatch, limit, status):
+    with front_end(StubLeader()) as front:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"engine.frontend.limits.{limit}", 0.2 if status == 408 else 5)
+            with socket.create_connection(("127.0.0.1", front.port), timeout=PATIENCE) as raw:
+                head = b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+                raw.sendall(head + b"a\r\n0123456789\r\n")
+                assert raw.recv(100).startswith(b"HTTP/1.1 %d " % status)
+        # What a refused body held is free again.
+        body = {"text": "a", "sampling_params": {"max_new_tokens": 3}}
+        assert httpx.post(f"{front.url}/generate", json=body).status_code == 200
+
+
 def test_while_the_model_loads_requests_are_503():
     leader = StubLeader()
     leader.say_ready = False
@@ -122,7 +152,7 @@ def test_flush_is_refused_while_busy_and_can_wait():
         until(lambda: leader.live == 1)
         refused = httpx.post(f"{front.url}/flush_cache")
         assert refused.status_code == 400 and "running" in refused.json()["error"]["message"]
-        assert len(leader.controls) == 1
+        assert leader.controls == []  # each would be an entry of the log
         running.close()
         until(lambda: leader.live == 0)
         waiting = pool.submit(httpx.post, f"{front.url}/flush_cache?timeout=20", timeout=30)
@@ -130,6 +160,34 @@ def test_flush_is_refused_while_busy_and_can_wait():
         leader.busy_flush = False
         assert waiting.result().status_code == 200
         assert httpx.post(f"{front.url}/flush_cache?timeout=x").status_code == 400
+
+
+def test_a_flush_waits_for_running_requests_without_a_word_to_the_leader():
+    leader = slow_leader()
+    with front_end(leader) as front:
+        running = raw_request(front, LONG)
+        until(lambda: leader.live == 1)
+        assert httpx.post(f"{front.url}/flush_cache?timeout=0.6", timeout=20).status_code == 400
+        assert leader.controls == []
+        running.close()
+        until(lambda: leader.live == 0)
+        assert httpx.post(f"{front.url}/flush_cache").status_code == 200
+
+
+@pytest.mark.parametrize("action", ["status", "flush"])
+def test_controls_of_one_kind_share_the_one_under_way(action):
+    async def scenario():
+        leader = StubLeader().start()
+        link = await EngineLink.open(leader.front)
+        await link.ready
+        results = await asyncio.gather(*(link.control(action, PATIENCE) for _ in range(20)))
+        assert all(result.ok for result in results) and len(leader.controls) == 1
+        await link.control(action, PATIENCE)
+        assert len(leader.controls) == 2
+        await link.close()
+        leader.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_unknown_paths_and_methods_are_json():
@@ -220,6 +278,20 @@ def test_an_abort_ends_the_call_with_an_error(stream, name):
             assert response.text.endswith("data: [DONE]\n\n")
             assert response.text.count("request_aborted") == response.text.count("[DONE]") == 1
         until(lambda: leader.live == 0)
+
+
+def test_an_abort_of_all_aborts_each_sequence_once():
+    leader = slow_leader()
+    leader.running_max = 0
+    with front_end(leader) as front:
+        jobs = [raw_request(front, LONG | {"text": ["a"] * 4}) for _ in range(2)]
+        until(lambda: leader.live == 8)
+        assert httpx.post(f"{front.url}/abort_request", json={"abort_all": True}).status_code == 200
+        until(lambda: leader.live == 0)
+        # A call that fails may also abort those of its sequences that it still waits for.
+        assert [abort.message for abort in leader.aborts].count("the request was aborted") == 8
+        for job in jobs:
+            job.close()
 
 
 def test_an_abort_without_a_name_is_refused():

@@ -29,7 +29,7 @@ def carry(step, digest, hidden, inbox):
         inbox.put(events[0].frame)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 576), (512, 576), (0, 8)])
 def test_numbers_arrive_bit_for_bit(dtype, shape):
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -169,7 +169,7 @@ def test_the_rest_sees_of_the_pure_half_only_what_is_open_to_all(path: str):
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith("engine/frontend/")])
 def test_the_front_end_knows_the_wire_and_not_what_is_behind_it(path: str):
-    wire = ("engine.distributed.frames", "engine.distributed.links")
+    wire = tuple(f"engine.distributed.{name}" for name in ("frames", "links", "launch"))
     found = [name for name in imports(SOURCES[path]) if name.split(".")[0] == "torch"]
     found += [
         name for name in imports(SOURCES[path]) if name.startswith("engine.distributed") and name not in wire

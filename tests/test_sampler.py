@@ -180,6 +180,15 @@ def test_bias_and_bans():
     assert banned == {0}
 
 
+def test_many_biases_are_added_each_to_its_own_logit(logits):
+    values = {token_id: 0.25 * token_id - 5 for token_id in (3, 0, 39, 17)}
+    expected = logits.clone()
+    for token_id, bias in values.items():
+        expected[token_id] += bias
+    found = frequencies(logits, temperature=1.0, logit_bias=tuple(values.items()))
+    assert_follows(found, torch.softmax(expected, -1))
+
+
 def test_ids_that_the_model_does_not_have_harm_nothing():
     """sglang#40076: one bad request kills the server. Ids are checked at the door; this is the second wall."""
     logits = torch.zeros(1, VOCABULARY)

@@ -134,6 +134,15 @@ def test_a_tokenizer_that_is_not_known_is_refused_by_name(change, named):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_an_id_that_cannot_be_one_is_refused_by_name(token_id):
+    metadata = byte_metadata() | {"tokenizer.ggml.bos_token_id": token_id}
+    with pytest.raises(
+        TokenizerError, match=rf"^tokenizer\.ggml\.bos_token_id is {token_id}: allowed is 0 to"
+    ):
+        Tokenizer.from_gguf(metadata)
+
+
 def test_an_unknown_decoder_is_refused_by_name(tmp_path):
     backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -214,6 +223,11 @@ def test_a_template_has_the_helpers_that_transformers_gives():
     assert render("{{ bos_token }}{{ messages[0] | tojson }}") == '<s>{"role": "user", "content": "x"}'
     assert render("{% for i in range(5) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
     assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("{{ 'a'.ljust(3) ~ 1 ~ none ~ 'b' | center(3) }}") == "a  1None b "
+    assert (
+        render("{{ '**%s**-%d' % ('a', 7) + '%05.1f' | format(2.5) + '{:>3}{x}'.format(1, x=2) }}")
+        == "**a**-7002.5  12"
+    )
     assert render("{% generation %}a{{ 1 }}{% endgeneration %}") == "a1"
     with pytest.raises(TemplateFailure, match="only users here"):
         render("{{ raise_exception('only users here') }}")
@@ -234,6 +248,31 @@ def test_a_template_has_the_helpers_that_transformers_gives():
 )
 def test_a_template_cannot_leave_its_sandbox(source):
     with pytest.raises(TemplateFailure):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(x='ab') %}{% for i in range(24) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(24) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{{ 'a'.ljust(20000000) }}",
+        "{{ 'a'.rjust(20000000) }}",
+        "{{ 'a'.center(20000000) }}",
+        "{{ 'a'.zfill(20000000) }}",
+        "{{ 'a' | center(20000000) }}",
+        "{{ '%20000000d' % 1 }}",
+        "{{ '%*d' % (20000000, 1) }}",
+        "{{ '%*d' % (-20000000, 1) }}",
+        "{{ '%(a)20000000d' % {'a': 1} }}",
+        "{{ '{0[}]:20000000}'.format({'}': 1}) }}",
+        "{{ '%20000000d' | format(1) }}",
+        "{{ '{:20000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 20000000) }}",
+    ],
+)
+def test_a_template_cannot_make_a_huge_text_even_to_throw_it_away(source):
+    with pytest.raises(TemplateFailure, match=r"too many for a template|width is a field"):
         render(source)
 
 

@@ -297,15 +297,34 @@ def test_pool_bytes_are_those_that_were_priced(untied: Path):
 
 def test_pool_reads_pages_in_order_by_view_or_by_copy():
     pool = DeviceKVPool(2, 6, 4, 2, 3, torch.float32, CPU)
+    pool.clear(torch.arange(24))
     records = torch.randn(24, 4, 3)
     pool.write(1, torch.arange(24), records)
     by_page = records.view(6, 4, 2, 2, 3)
-    assert torch.equal(pool.read(1, torch.tensor([5, 0, 3])), by_page[[5, 0, 3]].view(12, 2, 2, 3))
-    view = pool.read(1, slice(2, 4))
+    assert torch.equal(
+        pool.read(1, torch.tensor([5, 0, 3]), torch.float32), by_page[[5, 0, 3]].view(12, 2, 2, 3)
+    )
+    view = pool.read(1, slice(2, 4), torch.float32)
     assert (
         torch.equal(view, by_page[2:4].view(8, 2, 2, 3)) and view.data_ptr() == pool.records[1, 8].data_ptr()
     )
     assert not pool.records[0].any()
+
+
+def test_pool_of_another_type_rounds_once():
+    pool = DeviceKVPool(1, 3, 4, 2, 3, torch.bfloat16, CPU)
+    records = torch.randn(12, 4, 3)
+    pool.write(0, torch.arange(12), records)
+    rounded = records.to(torch.bfloat16).float().view(12, 2, 2, 3)
+    for pages in (slice(0, 3), torch.tensor([0, 1, 2])):
+        assert torch.equal(pool.read(0, pages, torch.float32), rounded)
+
+
+def test_pool_clears_the_slots_it_is_told_in_all_layers():
+    pool = DeviceKVPool(2, 3, 4, 2, 3, torch.float32, CPU)
+    pool.records.fill_(torch.nan)
+    pool.clear(torch.tensor([5, 6]))
+    assert not pool.records[:, 5:7].any() and pool.records.isnan().sum() == 2 * 10 * 12
 
 
 def test_runs_of_pages():

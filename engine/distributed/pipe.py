@@ -23,7 +23,7 @@ HEAD = struct.Struct("<16sII8x")
 STEPS_MAX = 128
 """Most hidden states that wait here; the leader stops well before, at 64 steps of lag."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HiddenMismatch(RuntimeError):

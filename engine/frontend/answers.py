@@ -66,7 +66,7 @@ async def received(
 async def finished(request: Request, generation: Generation) -> None:
     """Returns once all sequences of a call have ended. Raises ApiError; closes the call in any case."""
     try:
-        await _while_connected(request, generation.finish())
+        await while_connected(request, generation.finish())
     finally:
         generation.close()
 
@@ -74,7 +74,7 @@ async def finished(request: Request, generation: Generation) -> None:
 async def stream(request: Request, generation: Generation, shape: Shape) -> Response:
     """A call as an event stream. Raises ApiError for what fails before its first news."""
     try:
-        first = await _while_connected(request, generation.next())
+        first = await while_connected(request, generation.next())
     except BaseException:
         generation.close()
         raise
@@ -130,7 +130,7 @@ class _EventStream(Response):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled when the client leaves. Raises ApiError 499 then."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_departure(request.receive))

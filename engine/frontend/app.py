@@ -105,7 +105,9 @@ class FrontEnd:
 
 def build_app(front: FrontEnd) -> ASGIApp:
     """The whole application over a front end."""
-    app = FastAPI(title="Lockstep", version=engine.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Lockstep", version=engine.__version__, openapi_url=None, docs_url=None, redoc_url=None
+    )
     routes = _Routes(front)
     for method, path, route in (
         ("POST", "/generate", routes.generate),
@@ -193,7 +195,10 @@ class _Routes:
             "max_total_tokens": agreed.capacity_tokens,
             "max_running_requests": agreed.max_running_requests,
             "page_size": agreed.page_size,
+            "chunked_prefill_size": agreed.chunked_prefill_size,
+            "threads_per_rank": agreed.threads_per_rank,
             "dtype": agreed.dtype,
+            "kv_cache_dtype": agreed.kv_cache_dtype,
             "device": agreed.device,
         }
         return json_answer(
@@ -222,12 +227,15 @@ class _Routes:
             patience = max(patience, limits.SETTLE_SECONDS_MAX)
         deadline = time.monotonic() + patience
         while True:
-            result = await link.control("flush", limits.CONTROL_SECONDS_MAX)
-            if result.ok:
-                return json_answer({"success": True, "message": "the cache is empty"})
+            complaint = f"{link.live_count} requests are running or waiting"
+            if not link.live_count:
+                result = await link.control("flush", limits.CONTROL_SECONDS_MAX)
+                if result.ok:
+                    return json_answer({"success": True, "message": "the cache is empty"})
+                complaint = result.message
             if time.monotonic() >= deadline:
-                raise ApiError(400, result.message)
-            await asyncio.sleep(0.05)
+                raise ApiError(400, complaint)
+            await asyncio.sleep(limits.FLUSH_PAUSE_SECONDS)
 
     async def abort_request(self, request: Request) -> Response:
         """End a call by its name, or all; 200 also for a name that nobody uses."""
@@ -243,14 +251,18 @@ class _Routes:
 
 
 class Gate:
-    """Stands before the application: the key, and the size of a body, which is never read past its limit."""
+    """Stands before the application: the key, and the size of bodies, which are never read past their limits.
+
+    A body counts until its call has been answered, for so long it is held.
+    """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with 401 or 413."""
+        """Pass a request on, or answer it with 401, 408, 413 or 503."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
@@ -259,17 +271,35 @@ class Gate:
             response = error_answer(error)
             response.headers["connection"] = "close"
             return await response(scope, receive, send)
-        left = limits.BODY_BYTES_MAX
+        size = 0
+        deadline: float | None = asyncio.get_running_loop().time() + limits.BODY_SECONDS_MAX
 
         async def bounded() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise _too_large(limits.BODY_BYTES_MAX - left)
+            nonlocal size, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408, f"the body took too long: allowed are {limits.BODY_SECONDS_MAX} seconds"
+                ) from None
+            if not message.get("more_body", False):
+                deadline = None  # the body is here; what follows is the client's leaving
+            got = len(message.get("body", b""))
+            size += got
+            self._held_bytes += got
+            if size > limits.BODY_BYTES_MAX:
+                raise _too_large(size)
+            if self._held_bytes > limits.BODIES_BYTES_MAX:
+                raise ApiError(
+                    503, f"the calls under way have bodies of over {limits.BODIES_BYTES_MAX} bytes together"
+                )
             return message
 
-        return await self._app(scope, bounded, send)
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._held_bytes -= size
 
     def _objection(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         given = headers.get(b"authorization", b"")

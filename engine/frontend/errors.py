@@ -48,9 +48,11 @@ class ApiError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
-        """Headers that go with the status: when to try again, or which key is missing."""
+        """Headers that go with the status: when to try again, which key is missing, or that the rest is not read."""
         if self.status in (429, 503):
             return {"retry-after": "1"}
+        if self.status in (408, 413):
+            return {"connection": "close"}
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
 

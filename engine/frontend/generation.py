@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend import limits
-from engine.frontend.admission import ModelFacts, derived_seed
+from engine.frontend.admission import ModelFacts, SamplingFields, choice_seed, derived_seed
 from engine.frontend.detokenizer import NO_STOPS, OutputText, StopStrings
 from engine.frontend.errors import CLIENT_GONE, ApiError, invalid
 from engine.frontend.link import EngineLink
@@ -42,6 +42,31 @@ class Ask:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     cache_salt: str = ""
+
+
+def asks_of(
+    fields: SamplingFields,
+    rids: Iterable[str],
+    *,
+    prompt_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    stops: StopStrings,
+    cache_salt: str | None,
+) -> list[Ask]:
+    """The `n` sequences that continue one prompt, one for each of `rids`, alike but for their seeds."""
+    return [
+        Ask(
+            rid=rid,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            seed=choice_seed(fields, choice),
+            stops=stops,
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            no_stop_trim=bool(fields.no_stop_trim),
+            cache_salt=cache_salt or "",
+        )
+        for choice, rid in enumerate(rids)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +112,14 @@ class Sequence:
         """All text so far."""
         self._texts = ["".join(self._texts)]
         return self._texts[0]
+
+    @property
+    def prompt_logprobs_due(self) -> int:
+        """How many log probabilities of its prompt a sequence gets: the first token of a text has none."""
+        sampling = self.ask.sampling
+        if not sampling.return_logprob or sampling.logprob_start < 0:
+            return 0
+        return max(len(self.ask.prompt_ids) - max(sampling.logprob_start, 1), 0)
 
     @property
     def done(self) -> bool:
@@ -232,6 +265,7 @@ class Service:
         sequences = tuple(
             Sequence(ask, index, self.link.take_id(), self.tokenizer) for index, ask in enumerate(asks)
         )
+        _check_prompt_logprobs(sequences)
         generation = Generation(self, sequences)
         self._live.update(dict.fromkeys(rids, generation))
         return generation
@@ -265,6 +299,10 @@ class Service:
             raise ApiError(503, self.link.ended.result().message)
         if self.draining or (self.link.pulse is not None and self.link.pulse.draining):
             raise ApiError(503, "the server is shutting down and takes no more requests")
+        if self.link.pulse_age > limits.PULSE_SECONDS_MAX:
+            raise ApiError(503, f"the leader has been silent for {self.link.pulse_age:.1f} seconds")
+        if self.link.unsent_bytes > limits.UNSENT_BYTES_MAX:
+            raise ApiError(503, f"the leader has yet to read {self.link.unsent_bytes} bytes")
 
     def abort(self, rid: str) -> bool:
         """Abort the call that this name stands for. False when none is live under it."""
@@ -275,7 +313,7 @@ class Service:
 
     def abort_all(self) -> None:
         """Abort every live call."""
-        for generation in self._live.values():
+        for generation in dict.fromkeys(self._live.values()):  # a call is live under many names
             generation.abort()
 
     def request(self, sequence: Sequence) -> Request:
@@ -316,3 +354,16 @@ class Service:
                 f"the queue is full: {live} requests would run or wait, at most "
                 f"{self.facts.sequences_max} may",
             )
+
+
+def _check_prompt_logprobs(sequences: Iterable[Sequence]) -> None:
+    entries = sum(
+        sequence.prompt_logprobs_due * (1 + sequence.ask.sampling.top_logprobs) for sequence in sequences
+    )
+    if entries > limits.CALL_PROMPT_LOGPROBS_MAX:
+        raise ApiError(
+            400,
+            f"the call asks for {entries} log probabilities of prompt tokens, that is positions from "
+            "logprob_start_len (or echo) on, times 1 + top_logprobs_num (or logprobs): allowed are "
+            f"{limits.CALL_PROMPT_LOGPROBS_MAX}",
+        )

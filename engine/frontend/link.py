@@ -20,6 +20,7 @@ from collections.abc import Iterable
 import msgspec
 
 from engine.distributed import frames
+from engine.distributed.launch import ExitCode
 from engine.frontend.errors import ApiError
 from engine.types import (
     Abort,
@@ -40,8 +41,6 @@ from engine.types import (
 
 log = logging.getLogger(__name__)
 
-RANK_LOST = 71
-"""Exit code of a service that lost a rank."""
 _READ_BYTES = 256 * 1024
 _NEWS: msgspec.msgpack.Decoder[Ready | Emissions | Refused | ControlResult | Pulse | Fatal] = (
     msgspec.msgpack.Decoder(Ready | Emissions | Refused | ControlResult | Pulse | Fatal)
@@ -76,6 +75,7 @@ class EngineLink:
         self._writer = writer
         self._live: dict[int, Inbox] = {}
         self._controls: dict[int, asyncio.Future[ControlResult]] = {}
+        self._asking: dict[ControlAction, asyncio.Task[ControlResult]] = {}
         self._request_ids = itertools.count(1)
         self._control_ids = itertools.count(1)
         self._pulse_time = time.monotonic()
@@ -108,6 +108,11 @@ class EngineLink:
         """Seconds since the leader last said anything."""
         return time.monotonic() - self._pulse_time
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What has been written and the leader has not read."""
+        return self._writer.transport.get_write_buffer_size()
+
     def take_id(self) -> int:
         """A number for a new request."""
         return next(self._request_ids)
@@ -138,9 +143,21 @@ class EngineLink:
         self._live.pop(request_id, None)
 
     async def control(self, action: ControlAction, timeout: float) -> ControlResult:
-        """Ask something of the service as a whole. Raises ApiError 503 when no answer comes in time."""
+        """Ask something of the service as a whole. Raises ApiError 503 when no answer comes in time.
+
+        Each control is an entry of the log, so whoever asks for what is being asked already shares its answer. That
+        is as good as one of its own: no request sent since has had any news yet.
+        """
         if self.ended.done():
             raise ApiError(503, self.ended.result().message)
+        asking = self._asking.get(action)
+        if asking is None:
+            asking = asyncio.get_running_loop().create_task(self._ask(action, timeout))
+            self._asking[action] = asking
+            asking.add_done_callback(lambda task: self._asked(action, task))
+        return await asyncio.shield(asking)
+
+    async def _ask(self, action: ControlAction, timeout: float) -> ControlResult:
         control_id = next(self._control_ids)
         answer: asyncio.Future[ControlResult] = asyncio.get_running_loop().create_future()
         self._controls[control_id] = answer
@@ -151,6 +168,11 @@ class EngineLink:
             raise ApiError(503, f"the leader did not answer `{action}` within {timeout} seconds") from None
         finally:
             del self._controls[control_id]
+
+    def _asked(self, action: ControlAction, task: asyncio.Task[ControlResult]) -> None:
+        del self._asking[action]
+        if not task.cancelled():
+            task.exception()  # seen, even when all who asked have gone
 
     def drain(self) -> None:
         """Ask the service to finish what runs and to end; its answer is the end of the link."""
@@ -191,7 +213,7 @@ class EngineLink:
                     self._receive(frame)
         except (OSError, msgspec.MsgspecError) as error:
             reason = f"the link to the leader broke: {error}"
-        self.fail(Fatal(exit_code=RANK_LOST, message=f"the service has lost rank 0: {reason}"))
+        self.fail(Fatal(exit_code=ExitCode.RANK_LOST, message=f"the service has lost rank 0: {reason}"))
 
     def _receive(self, frame: frames.Frame) -> None:
         if not frame.body:

@@ -22,14 +22,13 @@ from engine.frontend.admission import (
     SamplingFields,
     TopLogprobs,
     check_prompt,
-    choice_seed,
     complete,
     stop_strings,
 )
 from engine.frontend.bodies import parse_body
 from engine.frontend.detokenizer import StopStrings
 from engine.frontend.errors import invalid
-from engine.frontend.generation import Ask, Delta, Generation, Sequence, Service
+from engine.frontend.generation import Ask, Delta, Generation, Sequence, Service, asks_of
 from engine.frontend.tokenizer import Tokenizer
 from engine.types import FinishReason, SamplingParams, TokenLogprob
 
@@ -84,7 +83,7 @@ async def generate(service: Service, request: Request) -> Response:
     """Answer one call over HTTP. Raises ApiError."""
     service.check_open()
     body = await answers.received(request, service.text_threads, GenerateBody, strict=SamplingFields)
-    generation, shape, one = await _start(service, body)
+    generation, shape, one = await answers.while_connected(request, _start(service, body))
     if body.stream:
         return await answers.stream(request, generation, shape)
     await answers.finished(request, generation)
@@ -139,26 +138,34 @@ async def _asks(service: Service, body: GenerateBody) -> tuple[list[Ask], bool]:
         )
     rids = _rids(body.rid, count, single)
     wanted = _Logprobs(body, count)
+    stops = _matchers(every_fields, names)
     asks: list[Ask] = []
     for i, (prompt, fields) in enumerate(zip(prompts, every_fields, strict=True)):
         ids = await service.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt(ids, service.facts, names)
         sampling = complete(fields, prompt_tokens=len(prompt_ids), facts=service.facts, names=names)
-        stops = StopStrings(stop_strings(fields, names))
-        asks += [
-            Ask(
-                rid=rids[i] if fields.choices == 1 else f"{rids[i]}_{choice}",
-                prompt_ids=prompt_ids,
-                sampling=wanted.added_to(sampling, i, len(prompt_ids)),
-                seed=choice_seed(fields, choice),
-                stops=stops,
-                skip_special_tokens=fields.skip_special_tokens is not False,
-                no_stop_trim=bool(fields.no_stop_trim),
-                cache_salt=body.cache_salt or body.extra_key or "",
-            )
-            for choice in range(fields.choices)
-        ]
+        choices = range(fields.choices)
+        asks += asks_of(
+            fields,
+            [rids[i]] if fields.choices == 1 else [f"{rids[i]}_{choice}" for choice in choices],
+            prompt_ids=prompt_ids,
+            sampling=wanted.added_to(sampling, i, len(prompt_ids)),
+            stops=stops[stop_strings(fields, names)],
+            cache_salt=body.cache_salt or body.extra_key,
+        )
     return asks, single and len(asks) == 1
+
+
+def _matchers(every_fields: list[SamplingFields], names: Names) -> dict[tuple[str, ...], StopStrings]:
+    """One matcher for each different set of stop strings in a call. Raises ApiError 400."""
+    different = dict.fromkeys(stop_strings(fields, names) for fields in every_fields)
+    characters = sum(len(string) for strings in different for string in strings)
+    if characters > limits.CALL_STOP_CHARACTERS_MAX:
+        raise invalid(
+            names.sampling + "stop",
+            f"has {characters} characters over the whole call: allowed are {limits.CALL_STOP_CHARACTERS_MAX}",
+        )
+    return {strings: StopStrings(strings) for strings in different}
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str | list[Any]], bool]:
@@ -231,24 +238,34 @@ class _Logprobs:
 
 
 class _NativeShape:
-    """`{text, output_ids, meta_info}`; in a stream each event has all of the text and of the ids so far."""
+    """`{text, output_ids, meta_info}`; in a stream each event has all of the text and of the ids so far.
+
+    Log probabilities of the prompt never change, so a stream shows them only as soon as they are complete, and in
+    its last event, which is the whole answer.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, indexed: bool, texts: bool) -> None:
         self._tokenizer = tokenizer
         self._indexed = indexed
         self._texts = texts
+        self._prompts_shown: set[int] = set()
 
     def events(self, delta: Delta) -> Iterator[Any]:
         """One event: where the sequence stands now."""
-        answer = self.answer(delta.sequence)
+        sequence = delta.sequence
+        complete = len(sequence.prompt_logprobs) == sequence.prompt_logprobs_due
+        news = complete and sequence.index not in self._prompts_shown
+        answer = self.answer(sequence, prompt=news or sequence.done)
+        if complete:
+            self._prompts_shown.add(sequence.index)
         yield answer | {"index": delta.index} if self._indexed else answer
 
     def closing(self) -> Iterable[Any]:
         """Nothing more: the last event of each sequence has its finish reason."""
         return ()
 
-    def answer(self, sequence: Sequence) -> dict[str, Any]:
-        """Where a sequence stands."""
+    def answer(self, sequence: Sequence, *, prompt: bool = True) -> dict[str, Any]:
+        """Where a sequence stands, with or without the log probabilities of its prompt."""
         meta: dict[str, Any] = {
             "id": sequence.ask.rid,
             "finish_reason": _finish_reason(sequence.finish, len(sequence.output_ids)),
@@ -261,27 +278,31 @@ class _NativeShape:
         if sequence.done:
             meta["e2e_latency"] = sequence.seconds
         if sequence.ask.sampling.return_logprob:
-            meta |= self._logprobs(sequence)
+            meta |= self._output_logprobs(sequence)
+            if prompt and sequence.ask.sampling.logprob_start >= 0:
+                meta |= self._prompt_logprobs(sequence)
         return {"text": sequence.text, "output_ids": sequence.output_ids, "meta_info": meta}
 
-    def _logprobs(self, sequence: Sequence) -> dict[str, Any]:
-        sampling, prompt = sequence.ask.sampling, sequence.prompt_logprobs
+    def _output_logprobs(self, sequence: Sequence) -> dict[str, Any]:
+        entries = sequence.output_logprobs
         shown: dict[str, Any] = {
-            "output_token_logprobs": [self._triple(entry) for entry in sequence.output_logprobs],
-            "output_token_logprobs_length": len(sequence.output_logprobs),
+            "output_token_logprobs": [self._triple(entry) for entry in entries],
+            "output_token_logprobs_length": len(entries),
         }
-        # The first token of a text has no log probability, but its place in the list.
-        head = [[None, sequence.ask.prompt_ids[0], self._text(sequence.ask.prompt_ids[0])]]
+        if sequence.ask.sampling.top_logprobs:
+            shown["output_top_logprobs"] = [self._tops(entry) for entry in entries]
+        return shown
+
+    def _prompt_logprobs(self, sequence: Sequence) -> dict[str, Any]:
+        """The first token of a text has no log probability, but its place in the lists."""
+        sampling, entries = sequence.ask.sampling, sequence.prompt_logprobs
+        first = sequence.ask.prompt_ids[0]
         starts_at_0 = sampling.logprob_start == 0
-        if sampling.logprob_start >= 0:
-            shown["input_token_logprobs"] = (head if starts_at_0 else []) + [
-                self._triple(entry) for entry in prompt
-            ]
+        head = [[None, first, self._text(first)]] if starts_at_0 else []
+        shown: dict[str, Any] = {"input_token_logprobs": head + [self._triple(entry) for entry in entries]}
         if sampling.top_logprobs:
-            shown["output_top_logprobs"] = [self._tops(entry) for entry in sequence.output_logprobs]
-            if sampling.logprob_start >= 0:
-                tops = [self._tops(entry) for entry in prompt]
-                shown["input_top_logprobs"] = ([None] if starts_at_0 else []) + tops
+            tops = [self._tops(entry) for entry in entries]
+            shown["input_top_logprobs"] = ([None] if starts_at_0 else []) + tops
         return shown
 
     def _triple(self, entry: TokenLogprob) -> list[Any]:

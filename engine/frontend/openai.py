@@ -34,14 +34,13 @@ from engine.frontend.admission import (
     TopLogprobs,
     TopP,
     check_prompt,
-    choice_seed,
     complete,
     stop_strings,
 )
 from engine.frontend.bodies import shown
 from engine.frontend.detokenizer import StopStrings
 from engine.frontend.errors import ApiError, invalid
-from engine.frontend.generation import Ask, Generation, Service
+from engine.frontend.generation import Ask, Generation, Service, asks_of
 from engine.frontend.openai_shapes import ChatShape, CompletionShape, Envelope
 
 COMPLETION_NEW_TOKENS = 16
@@ -148,10 +147,8 @@ async def completions(service: Service, request: Request) -> Response:
     names = Names(sampling="", prompt="prompt", max_new_tokens="max_tokens")
     fields = _fields(body, body.max_tokens)
     given = _prompts(body.prompt)
-    prompts = [
-        check_prompt(await service.encode(item) if isinstance(item, str) else item, service.facts, names)
-        for item in given
-    ]
+    _check_count(len(given), fields, names)
+    prompts = await answers.while_connected(request, _encoded(service, given, names))
     call_id = f"cmpl-{uuid.uuid4().hex}"
     asks = _asks(service, body, fields, prompts, names, call_id, COMPLETION_NEW_TOKENS)
     if body.logprobs is not None:
@@ -180,7 +177,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
     limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     names = Names(sampling="", prompt="messages", max_new_tokens=limit_name)
     fields = _fields(body, body.max_completion_tokens or body.max_tokens)
-    ids = await service.encode_chat([_plain(message, i) for i, message in enumerate(body.messages)])
+    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    ids = await answers.while_connected(request, service.encode_chat(messages))
     prompts = [check_prompt(ids, service.facts, names)]
     call_id = f"chatcmpl-{uuid.uuid4().hex}"
     asks = _asks(service, body, fields, prompts, names, call_id, None)
@@ -238,6 +236,21 @@ def _fields(body: _Body, max_new_tokens: int | None) -> SamplingFields:
     )
 
 
+def _check_count(prompts: int, fields: SamplingFields, names: Names) -> None:
+    """Before any prompt is encoded. Raises ApiError 400."""
+    count = prompts * fields.choices
+    if count > limits.SEQUENCES_MAX:
+        raise invalid(names.prompt, f"asks for {count} sequences: allowed are {limits.SEQUENCES_MAX}")
+
+
+async def _encoded(service: Service, given: list[str | list[Any]], names: Names) -> list[tuple[int, ...]]:
+    """The ids of each prompt. Raises ApiError."""
+    return [
+        check_prompt(await service.encode(item) if isinstance(item, str) else item, service.facts, names)
+        for item in given
+    ]
+
+
 def _asks(
     service: Service,
     body: _Body,
@@ -249,8 +262,6 @@ def _asks(
 ) -> list[Ask]:
     """`n` sequences for each prompt, in the order of the choices' indices."""
     count = len(prompts) * fields.choices
-    if count > limits.SEQUENCES_MAX:
-        raise invalid(names.prompt, f"asks for {count} sequences: allowed are {limits.SEQUENCES_MAX}")
     stops = StopStrings(stop_strings(fields, names))
     asks: list[Ask] = []
     for prompt_ids in prompts:
@@ -261,19 +272,15 @@ def _asks(
             names=names,
             default_new_tokens=default_new_tokens,
         )
-        asks += [
-            Ask(
-                rid=call_id if count == 1 else f"{call_id}_{len(asks) + choice}",
-                prompt_ids=prompt_ids,
-                sampling=sampling,
-                seed=choice_seed(fields, choice),
-                stops=stops,
-                skip_special_tokens=fields.skip_special_tokens is not False,
-                no_stop_trim=bool(fields.no_stop_trim),
-                cache_salt=body.cache_salt or "",
-            )
-            for choice in range(fields.choices)
-        ]
+        numbers = range(len(asks), len(asks) + fields.choices)
+        asks += asks_of(
+            fields,
+            [call_id] if count == 1 else [f"{call_id}_{number}" for number in numbers],
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stops=stops,
+            cache_salt=body.cache_salt,
+        )
     return asks
 
 

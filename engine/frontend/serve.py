@@ -19,8 +19,9 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.config import ConfigError, EngineConfig
+from engine.distributed.launch import ExitCode
 from engine.frontend.app import FrontEnd, build_app
-from engine.frontend.link import RANK_LOST, EngineLink
+from engine.frontend.link import EngineLink
 from engine.frontend.tokenizer import Tokenizer
 from engine.model.source import ModelSource
 from engine.types import Fatal, Ready
@@ -119,12 +120,12 @@ async def _guarded(link: EngineLink, work: Coroutine[Any, Any, None]) -> None:
         await work
     except Exception as error:
         log.exception("the front end failed")
-        link.fail(Fatal(exit_code=RANK_LOST, message=f"the front end failed: {error}"))
+        link.fail(Fatal(exit_code=ExitCode.RANK_LOST, message=f"the front end failed: {error}"))
 
 
 async def _answer(link: EngineLink, server: uvicorn.Server, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
-    link.fail(Fatal(exit_code=RANK_LOST, message="the HTTP server has stopped"))
+    link.fail(Fatal(exit_code=ExitCode.RANK_LOST, message="the HTTP server has stopped"))
 
 
 async def _begin(front: FrontEnd, url: str, on_ready: Callable[[Ready, str], None] | None) -> None:
@@ -171,7 +172,11 @@ class _Signals:
         """The leader says when it is done; should it be too stuck for that, the service ends without it."""
         link, patience = self._front.link, self._drain_timeout + DRAIN_SLACK_SECONDS
         await asyncio.wait((link.ended,), timeout=patience)
-        link.fail(Fatal(exit_code=RANK_LOST, message=f"the service did not drain within {patience} seconds"))
+        link.fail(
+            Fatal(
+                exit_code=ExitCode.RANK_LOST, message=f"the service did not drain within {patience} seconds"
+            )
+        )
 
 
 class _Server(uvicorn.Server):

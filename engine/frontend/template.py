@@ -8,6 +8,8 @@ JSON values go in and only a text comes out. A client never supplies a template.
 from __future__ import annotations
 
 import json
+import re
+import string
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from engine.frontend import limits
 
@@ -38,7 +41,7 @@ class ChatTemplate:
             )
         self._sandbox = _Sandbox()
         try:
-            code = self._sandbox.compile(_with_clock(self._sandbox.parse(source)))
+            code = self._sandbox.compile(_bounded(self._sandbox.parse(source)))
             self._template = jinja2.Template.from_code(self._sandbox, code, self._sandbox.make_globals(None))
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateFailure(f"the model's chat template cannot be compiled: {error}") from None
@@ -74,8 +77,12 @@ class ChatTemplate:
         return "".join(parts)
 
 
-def _with_clock(tree: nodes.Template) -> nodes.Template:
-    """Begin every body of a loop or macro with a look at the clock, by a node that no template text can write."""
+def _bounded(tree: nodes.Template) -> nodes.Template:
+    """Begin every body of a loop or macro with a look at the clock, and let `~` ask before it joins.
+
+    Both by a node that no template text can write.
+    """
+    _Joins().visit(tree)
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock), node
         call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
@@ -83,15 +90,27 @@ def _with_clock(tree: nodes.Template) -> nodes.Template:
     return tree
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja's sandbox with transformers' helpers, where `*` and `**` cannot make huge values."""
+class _Joins(NodeTransformer):
+    """Makes every `~` a call of the sandbox; jinja lets only binary operators be intercepted."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """The call that stands for one chain of `~`."""
+        self.generic_visit(node)
+        joined = nodes.EnvironmentAttribute("joined")
+        return nodes.Call(joined, node.nodes, [], None, None).set_lineno(node.lineno)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja's sandbox with transformers' helpers, where operators and widths cannot make huge values."""
+
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         self._clock = threading.local()
         self.filters["tojson"] = _tojson
+        self.filters["format"] = self._format
+        self.filters["center"] = _center
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
 
@@ -111,11 +130,44 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             bound = abs(right) if isinstance(left, int | float) and isinstance(right, int | float) else 0
             if bound > 64:
                 raise jinja2.exceptions.SecurityError(f"{left} ** {right} is too large for a template")
-        for sized, count in ((left, right), (right, left)):
-            length = len(sized) if isinstance(sized, str | list | tuple) else 0
-            if isinstance(count, int) and length * count > limits.RENDERED_CHARACTERS_MAX:
-                raise jinja2.exceptions.SecurityError(f"{length} items times {count} are too many")
+        elif operator == "*":
+            for sized, count in ((left, right), (right, left)):
+                if isinstance(count, int):
+                    _check_length(_length(sized) * count)
+        elif operator == "+":
+            _check_length(_length(left) + _length(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_widths(left)
+            if "*" in left:  # a width may be among the values
+                values = right if isinstance(right, tuple) else (right,)
+                _check_length(sum(abs(value) for value in values if isinstance(value, int)))
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
+        """Call what a template calls. Raises SecurityError for a method of a text that asks for a huge width."""
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str) and name in ("ljust", "rjust", "center", "zfill"):
+            _check_length(next((width for width in arguments if isinstance(width, int)), 0))
+        return super().call(context, function, *arguments, **named)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """What stands for a text's `format` or `format_map`. Raises SecurityError when its fields are huge."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            forms = [form for _, _, form, _ in string.Formatter().parse(value.__self__) if form]
+            if any("{" in form for form in forms):
+                raise jinja2.exceptions.SecurityError("a field whose width is a field is not supported")
+            _check_widths(" ".join(forms))
+        return wrapped
+
+    def joined(self, *parts: Any) -> str:
+        """What `~` makes. Raises SecurityError for a result past the limit of the output."""
+        texts = [str(part) for part in parts]
+        _check_length(sum(map(len, texts)))
+        return "".join(texts)
+
+    def _format(self, value: Any, *arguments: Any, **named: Any) -> Any:
+        return self.call_binop(None, "%", str(value), named or arguments)
 
 
 class _Generation(Extension):
@@ -127,6 +179,25 @@ class _Generation(Extension):
         """The nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _center(value: Any, width: int = 80) -> str:
+    _check_length(width)
+    return str(value).center(width)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _check_length(length: int) -> None:
+    if length > limits.RENDERED_CHARACTERS_MAX:
+        raise jinja2.exceptions.SecurityError(f"{length} characters or items are too many for a template")
+
+
+def _check_widths(form: str) -> None:
+    """Refuse a format with huge numbers in it: any of them may be a width or a precision."""
+    _check_length(sum(int(digits[:20]) for digits in re.findall(r"\d+", form)))
 
 
 def _raise_exception(message: str) -> NoReturn:

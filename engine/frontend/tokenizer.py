@@ -121,7 +121,12 @@ class Tokenizer:
         backend = _gguf_backend(metadata)
         special_tokens = {}
         for name, key in _GGUF_NAMES.items():
-            token = backend.id_to_token(metadata[key]) if isinstance(metadata.get(key), int) else None
+            token_id = metadata.get(key)
+            if not isinstance(token_id, int):
+                continue
+            if not 0 <= token_id < 2**32:
+                raise TokenizerError(f"{key} is {token_id}: allowed is 0 to {2**32 - 1}")
+            token = backend.id_to_token(token_id)
             if token is not None:
                 special_tokens[name] = token
         if metadata.get("tokenizer.ggml.add_bos_token") is True and "bos_token" in special_tokens:

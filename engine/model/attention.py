@@ -37,7 +37,7 @@ def _prefill(
     """Rows [start, end) of one sequence, each reading up to its own position. Writes `output`, of the query's shape."""
     rows, _, head_dim = query.shape
     kv_heads = pool.record_shape[1]
-    keys, values = pool.read(layer, span.pages)[: span.end].permute(1, 2, 0, 3)
+    keys, values = pool.read(layer, span.pages, query.dtype)[: span.end].permute(1, 2, 0, 3)
     for first in range(0, rows, PREFILL_BLOCK_ROWS):
         block = query[first : first + PREFILL_BLOCK_ROWS]
         count = block.shape[0]
@@ -60,10 +60,11 @@ def _decode(query: torch.Tensor, pool: DeviceKVPool, layer: int, decodes: Decode
     rows, _, head_dim = query.shape
     kv_heads = pool.record_shape[1]
     folded = query.view(rows, kv_heads, -1, head_dim)
-    keys, values = pool.read(layer, decodes.pages).view(rows, -1, *pool.record_shape).permute(2, 0, 3, 1, 4)
+    records = pool.read(layer, decodes.pages, query.dtype)
+    keys, values = records.view(rows, -1, *pool.record_shape).permute(2, 0, 3, 1, 4)
     attended, log_sum = _attend(folded, keys, values, decodes.mask)
     if decodes.shared is not None:
-        keys, values = pool.read(layer, decodes.shared).permute(1, 2, 0, 3)
+        keys, values = pool.read(layer, decodes.shared, query.dtype).permute(1, 2, 0, 3)
         together = folded.transpose(0, 1).reshape(1, kv_heads, -1, head_dim)
         shared, shared_log_sum = _attend(together, keys[None], values[None], None)
         shared = shared.view(kv_heads, rows, -1, head_dim).transpose(0, 1)

@@ -71,6 +71,8 @@ class Batch:
     """[rows]"""
     slots: torch.Tensor
     """[rows]: the token slot of the pool that takes the row's keys and values."""
+    begun_slots: torch.Tensor | None
+    """The rest of pages that these rows begin and do not fill, which must be cleared before anybody reads; or None."""
     prefills: tuple[PrefillSpan, ...]
     decodes: tuple[DecodeRows, ...]
     sample_rows: torch.Tensor
@@ -96,17 +98,28 @@ class Batch:
             for span in spans
             for position in range(span.start, span.end)
         ]
+        begun = [slot for span in spans for slot in _begun_slots(span, page_size)]
         sampling = [(span, first_row) for span, first_row in placed if span.sample is not None]
         return Batch(
             token_ids=build.integers([token_id for span in spans for token_id in span.token_ids]),
             positions=build.integers(positions),
             slots=build.integers(slots),
+            begun_slots=build.integers(begun) if begun else None,
             prefills=build.prefills([(span, row) for span, row in placed if span.count > 1]),
             decodes=build.decodes([(span, row) for span, row in placed if span.count == 1], len(positions)),
             sample_rows=build.integers([first_row + span.count - 1 for span, first_row in sampling]),
             samples=tuple((span.request_id, span.sample) for span, _ in sampling if span.sample is not None),
             scored=tuple(_scored(span, first_row) for span, first_row in placed if span.logprob_targets),
         )
+
+
+def _begun_slots(span: Span, page_size: int) -> range:
+    """Slots behind the span's end in its last page, if the span is the first to write there; empty otherwise."""
+    filled = span.end % page_size
+    if filled == 0 or filled > span.count:
+        return range(0)
+    page = span.pages[span.end // page_size]
+    return range(page * page_size + filled, (page + 1) * page_size)
 
 
 def _scored(span: Span, first_row: int) -> ScoredRows:
@@ -122,7 +135,7 @@ def _scored(span: Span, first_row: int) -> ScoredRows:
 PREFILL_BLOCK_ROWS = 128
 """Rows of a prefill span that read together: a block's scores stay in cache, and keys after a block are not read."""
 _SAVED_TOKENS_MIN = 512
-"""Reading a common prefix once pays when it spares this many tokens, about what joining the two parts costs."""
+"""Reading a common prefix once must spare this many tokens, since joining the two parts has a price of its own."""
 _GROUP_TOKENS_MAX = 4096
 """Most tokens, filling included, that rows read in one go: their copy stays near the caches' size, and short
 sequences are not filled up to the length of a very long one."""

@@ -31,6 +31,8 @@ class Decoder:
         if hidden is None:
             assert self.weights.embedding is not None, "only the first stage embeds"
             hidden = embedding(batch.token_ids, self.weights.embedding)
+        if batch.begun_slots is not None:
+            pool.clear(batch.begun_slots)
         rotary = Rotary.build(batch.positions, spec, hidden.dtype)
         for layer, weights in enumerate(self.weights.layers):
             normed = rms_norm(hidden, weights.attention_norm, spec.norm_epsilon)

@@ -23,8 +23,8 @@ _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, inputs] times weight [outputs, inputs] transposed, plus bias.
 
-    On CPUs in float32 it goes to oneDNN, which torch itself uses for bfloat16 but not here: 1.3 to 3 times faster than
-    the product that torch chooses (MKL's) for every number of rows tried, on a processor with AVX512.
+    On CPUs in float32 it goes to oneDNN, which torch itself uses for bfloat16 but not here, where it chooses MKL.
+    What that gives a whole step shows `python -m benchmarks.model_speed`, which runs `transformers` on torch's choice.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32 and _ONEDNN:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -85,9 +85,11 @@ def _adjust_(logits: torch.Tensor, item: Sample) -> None:
         logits[seen] = torch.where(
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
         )
-    for token_id, bias in params.logit_bias:
-        if 0 <= token_id < size:
-            logits[token_id] += bias
+    biases = [pair for pair in params.logit_bias if 0 <= pair[0] < size]
+    if biases:
+        ids = torch.tensor([token_id for token_id, _ in biases], dtype=torch.int64, device=device)
+        added = torch.tensor([bias for _, bias in biases], dtype=logits.dtype, device=device)
+        logits.index_add_(0, ids, added)
     banned = [token_id for token_id in item.banned_ids if 0 <= token_id < size]
     if banned:
         logits[banned] = -torch.inf

@@ -92,7 +92,7 @@ def resolve_model(model_path: str | None) -> Path:
         raise SourceError(
             f"--model-path {model_path}: does not exist; allowed is a folder with config.json, a .gguf file or a hub id"
         )
-    # Imported late: half a second that only hub ids need.
+    # Imported late: it is slow to import, and only hub ids need it.
     import huggingface_hub
 
     try:

@@ -12,7 +12,7 @@ from engine.types import Abort, Control, Entry, Finish, Refused, Report, Request
 
 LAG_STEPS_MAX = 64
 """No new entry while the slowest rank is further behind than this; the bounded inbox then refuses."""
-INBOX_IDS_MAX = 2**24
+INBOX_IDS_MAX = 2**22
 """Token ids that may wait to be logged: an entry takes them all, and must fit into one frame."""
 DRAIN_MESSAGE = "the server is shutting down"
 

@@ -7,6 +7,10 @@ table, so that the bytes equal what `sizing.attention_bytes_per_token` priced.
     records [layer][token slot = page * page_size + offset][record]       record of MHA/GQA: keys, then values
                                                                           [2, kv_heads, head_dim]
 
+Pages are not erased when they change hands. Attention reads whole pages, and what it masks counts as nothing only if
+it is finite, so a sequence that begins a page clears the slots of it that it does not fill at once (`clear`): numbers
+that are not finite, which a broken model may make, reach no other sequence by way of its page.
+
 A token's keys and values lie side by side, so that writing is one scatter per layer, a page is one run of memory
 (one copy when pages are gathered or moved to another tier), and a run of neighbouring pages is read without any copy.
 """
@@ -14,10 +18,8 @@ A token's keys and values lie side by side, so that writing is one scatter per l
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 
@@ -37,7 +39,10 @@ class DeviceKVPool:
         """Allocate. Counts are agreed ones; `kv_heads` are those of this rank."""
         self.layer_count, self.pages, self.page_size = layer_count, pages, page_size
         self.record_shape = (2, kv_heads, head_dim)
-        self.records = _zeros((layer_count, pages * page_size, *self.record_shape), dtype, device)
+        # On the CPU untouched memory costs neither time nor room: a large tensor comes straight from the system.
+        self.records = torch.empty(
+            (layer_count, pages * page_size, *self.record_shape), dtype=dtype, device=device
+        )
 
     @property
     def byte_count(self) -> int:
@@ -45,34 +50,30 @@ class DeviceKVPool:
         return self.records.numel() * self.records.element_size()
 
     def write(self, layer: int, slots: torch.Tensor, records: torch.Tensor) -> None:
-        """Store one record per row, [rows, 2 * kv_heads, head_dim], at `slots` [rows] of the stage's `layer`."""
-        self.records[layer].view(-1, *records.shape[1:]).index_copy_(0, slots, records)
+        """Store one record per row, [rows, 2 * kv_heads, head_dim], at `slots` [rows] of the stage's `layer`.
 
-    def read(self, layer: int, pages: slice | torch.Tensor) -> torch.Tensor:
-        """Records of whole pages in order, [tokens, 2, kv_heads, head_dim]: a view for a run of pages, else a copy."""
+        Rounded to the pool's type, where that is another.
+        """
+        stored = self.records[layer].view(-1, *records.shape[1:])
+        stored.index_copy_(0, slots, records.to(stored.dtype))
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zero the records of `slots` in all layers."""
+        self.records.index_fill_(1, slots, 0)
+
+    def read(self, layer: int, pages: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Records of whole pages in order, [tokens, 2, kv_heads, head_dim], as numbers of `dtype`.
+
+        A view for a run of pages in a pool of that type, else a copy.
+        """
         paged = self.paged[layer]
         found = paged[pages] if isinstance(pages, slice) else paged.index_select(0, pages)
-        return found.view(-1, *self.record_shape)
+        return found.view(-1, *self.record_shape).to(dtype)
 
     @property
     def paged(self) -> torch.Tensor:
         """All records as pages, [layers, pages, numbers in a page]: the form in which tiers copy them."""
         return self.records.view(self.layer_count, self.pages, self.page_size * math.prod(self.record_shape))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros and not garbage: masked reads of slots nobody wrote must give a finite number times zero.
-
-    On the CPU they are anonymous memory straight from the system, which is zero and costs time and memory only as it
-    is first touched; torch's own zeros would write all of it at the start.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.frombuffer(
-        mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
-        dtype=np.uint8,
-    )
-    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def page_run(pages: Sequence[int]) -> slice | None:
