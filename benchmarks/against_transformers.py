@@ -5,7 +5,7 @@ median of several rounds; in each round both sides do the same work one after th
 drifts slows both. While one side works the other's processes are idle. transformers runs with the attention it chooses
 by itself (sdpa), which is its faster one; `benchmarks.model_speed` has eager too. The last line puts the scheduler,
 radix tree and digest of a decode step (`benchmarks.scheduler_speed`) beside the step. Run it alone: threads of
-transformers spin while they wait, and other work on the cores slows them out of proportion. Written as JSON with `--json`.
+transformers spin while they wait, and other work on the cores slows them out of proportion. `--json` writes JSON.
 """
 
 from __future__ import annotations
