@@ -105,7 +105,6 @@ class Leader:
                 device=started.device.type,
                 threads_per_rank=started.threads,
                 stages=started.sizes,
-                pids=started.pids,
             )
         )
 
@@ -249,11 +248,8 @@ class Leader:
             return
         pending = bool(scheduler.live or scheduler.in_flight)
         pulse = Pulse(
-            step=scheduler.step,
             stuck=pending and now - self._progress_at > self._stage.config.watchdog_timeout,
             draining=self._sequencer.draining,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
         )
         self._front.send(Kind.PULSE, msgspec.msgpack.encode(pulse))
 

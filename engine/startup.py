@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import socket
 import sys
 import time
@@ -66,7 +65,6 @@ class Started:
     """CPU threads that this rank computes with."""
     sizes: tuple[StageSize, ...]
     """The start-up table, one line per rank, the same on every rank."""
-    pids: tuple[int, ...]
 
 
 class Startup:
@@ -132,7 +130,7 @@ class Startup:
             _warm_up(decoder, pool, capacity, topology, self._dtype, self._device)
 
         size = self._size(weights, pool, local_tokens, tokens, memory)
-        table = agreement.gather("table", (msgspec.to_builtins(size), os.getpid()))
+        table = agreement.gather("table", msgspec.to_builtins(size))
         return Started(
             capacity=capacity,
             decoder=decoder,
@@ -141,8 +139,7 @@ class Startup:
             cache_dtype=self._cache_dtype,
             device=self._device,
             threads=torch.get_num_threads(),
-            sizes=tuple(msgspec.convert(row, StageSize) for row, _ in table),
-            pids=tuple(pid for _, pid in table),
+            sizes=tuple(msgspec.convert(row, StageSize) for row in table),
         )
 
     def _must_equal(self) -> dict[str, Any]:

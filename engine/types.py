@@ -290,18 +290,14 @@ class Ready(Wire, frozen=True, kw_only=True):
     threads_per_rank: int = 0
     """CPU threads of the leader; other machines may have others."""
     stages: tuple[StageSize, ...]
-    pids: tuple[int, ...]
 
 
 class Pulse(Wire, frozen=True, kw_only=True):
     """Heartbeat of the leader to the front end, at least twice a second."""
 
-    step: int
     stuck: bool
     """Work is pending and no step has retired for longer than the watchdog allows."""
     draining: bool
-    running: int
-    waiting: int
 
 
 class Fatal(Wire, frozen=True, kw_only=True):

@@ -78,7 +78,6 @@ class StubLeader:
             dtype="float32",
             device="cpu",
             stages=(),
-            pids=(1,),
         )
         self.say_ready = True
         self.running_max = 8
@@ -272,13 +271,7 @@ class StubLeader:
     async def _pulses(self) -> None:
         while True:
             if self.pulsing and self.say_ready:
-                pulse = Pulse(
-                    step=self.step,
-                    stuck=self.stuck,
-                    draining=self._draining,
-                    running=len(self._running),
-                    waiting=len(self._waiting),
-                )
+                pulse = Pulse(stuck=self.stuck, draining=self._draining)
                 self._send(Kind.PULSE, pulse)
             await asyncio.sleep(0.1)
 

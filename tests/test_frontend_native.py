@@ -410,7 +410,6 @@ def test_over_the_limits_every_request_is_answered():
         dtype="float32",
         device="cpu",
         stages=(),
-        pids=(),
     )
     leader.running_max, leader.step_seconds = 2, 0.01
     config = EngineConfig(max_queued_requests=3)

@@ -235,13 +235,14 @@ def test_cold_warm_batched_and_alone_agree(wide, dense):
     ask = lambda prompt: wide.generate(prompt, 16, return_logprob=True)  # noqa: E731
     with ThreadPoolExecutor(8) as pool:
         legs = [list(map(ask, prompts)), list(map(ask, prompts)), list(pool.map(ask, prompts))]
-    for leg in legs:
+    # A batch of 8 multiplies in another order; on this model, whose logits are large, that was 1.3e-4.
+    for leg, bound in zip(legs, (1e-4, 1e-4, 5e-4), strict=True):
         for answer, first, wanted in zip(leg, legs[0], expected, strict=True):
             assert answer["output_ids"] == wanted.ids
             for entry, other in zip(
                 *(a["meta_info"]["output_token_logprobs"] for a in (answer, first)), strict=True
             ):
-                assert entry[0] == pytest.approx(other[0], abs=5e-4)
+                assert entry[0] == pytest.approx(other[0], abs=bound)
 
 
 def test_flushing_while_steps_are_in_flight(wide, dense):
