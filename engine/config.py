@@ -98,6 +98,33 @@ class EngineConfig:
     )
     disable_radix_cache: bool = _flag(False, "memory", "compute every prompt anew")
 
+    # ---- host tier ----
+    enable_hierarchical_cache: bool = _flag(
+        False, "host tier", "keep prefixes that leave the device cache in host memory"
+    )
+    hicache_size: float = _flag(
+        0.0,
+        "host tier",
+        "GB (10^9 bytes) of host memory for each rank; the ranks then agree on the least number of tokens; 0: by "
+        "--hicache-ratio",
+        low=0,
+        high=10**6,
+    )
+    hicache_ratio: float = _flag(
+        2.0, "host tier", "host tokens per device token, when --hicache-size is 0", low=0.001, high=10**6
+    )
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = _flag(
+        "write_through",
+        "host tier",
+        "when pages are copied to the host: computed first, prefix seen twice, or about to be evicted",
+    )
+    disable_hicache_checksum: bool = _flag(
+        False, "host tier", "do not verify the checksum of host pages when they are loaded back"
+    )
+    debug_unagreed_hicache: bool = _flag(
+        False, "host tier", "let every stage keep its own host capacity, to see what comes of it"
+    )
+
     # ---- scheduling ----
     max_running_requests: int | None = _flag(
         None,
@@ -178,6 +205,7 @@ def check(config: EngineConfig) -> EngineConfig:
             f"--max-total-tokens {config.max_total_tokens}: allowed is at least --page-size, "
             f"which is {config.page_size}"
         )
+    _check_host_tier(config)
     if config.tp_size != 1:
         raise ConfigError(f"--tp-size {config.tp_size}: allowed is 1; tensor parallelism is not done yet")
     if config.pp_layer_partition is not None:
@@ -190,6 +218,20 @@ def check(config: EngineConfig) -> EngineConfig:
         if min(config.pp_layer_partition) < 1:
             raise ConfigError(f"--pp-layer-partition {shown}: allowed are whole numbers of at least 1")
     return config
+
+
+def _check_host_tier(config: EngineConfig) -> None:
+    if config.enable_hierarchical_cache and config.disable_radix_cache:
+        raise ConfigError(
+            "--enable-hierarchical-cache, --disable-radix-cache: allowed is one of them; the host tier holds prefixes"
+        )
+    if config.enable_hierarchical_cache:
+        return
+    for item in dataclasses.fields(EngineConfig):
+        value = getattr(config, item.name)
+        if item.metadata["group"] == "host tier" and value != item.default:
+            shown = "" if value is True else f" {value}"
+            raise ConfigError(f"{flag_name(item.name)}{shown}: allowed with --enable-hierarchical-cache only")
 
 
 def check_model(config: EngineConfig, context_length: int) -> None:

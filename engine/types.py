@@ -195,6 +195,8 @@ class Emission(Wire, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
     cached_tokens: int = 0
     """Prompt tokens that this request took from the cache when it was first admitted."""
+    cached_host_tokens: int = 0
+    """How many of them came back from host memory."""
     retractions: int = 0
     finish: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -270,6 +272,10 @@ class StageSize(Wire, frozen=True, kw_only=True):
     """Device capacity that this rank could hold, before agreement."""
     agreed_tokens: int
     pool_bytes: int
+    host_local_tokens: int = 0
+    """Host capacity from this rank's own budget and price, before agreement; 0 without a host tier."""
+    host_tokens: int = 0
+    host_pool_bytes: int = 0
     machine_available_bytes: int
     """Memory of this rank's machine that was available before anything was loaded."""
 
@@ -386,6 +392,11 @@ class Plan:
         return not self.spans and not self.transfers
 
 
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+"""When pages are copied to the host tier: when they are first computed, when their prefix is seen a second time, or
+when they are about to be evicted from the device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """The agreed counts from which the pure half is built. Equal on every rank, by the handshake."""
@@ -401,3 +412,6 @@ class Capacity:
     context_length: int
     growth_tokens: int = 64
     """Room that admission leaves to each running sequence, so that the next few steps retract nobody."""
+    host_pages: int = 0
+    """Pages of the host tier; 0 when there is none."""
+    write_policy: WritePolicy = "write_through"
