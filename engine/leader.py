@@ -18,8 +18,8 @@ from engine.distributed.frames import Frame, Kind
 from engine.distributed.launch import ExitCode
 from engine.distributed.links import Link
 from engine.scheduler.digest import show
-from engine.scheduler.scheduler import STATE_FIELDS
 from engine.scheduler.sequencer import Sequencer
+from engine.scheduler.state_vector import STATE_FIELDS
 from engine.stage import Parted, Stage
 from engine.startup import Started
 from engine.types import (
@@ -145,7 +145,7 @@ class Leader:
         """News of a rank, this one included: into the inbox, log probabilities aside."""
         assert self._sequencer is not None, f"rank {report.rank} reports before the start has ended"
         self._sequencer.report(report)
-        if report.finished:
+        if report.finished or report.transfers:
             self._progress_at = time.monotonic()
         for finished in report.finished:
             for span in finished.logprobs:
@@ -246,7 +246,7 @@ class Leader:
         self._pulsed_at = now
         if scheduler is None or self._sequencer is None:
             return
-        pending = bool(scheduler.live or scheduler.in_flight)
+        pending = bool(scheduler.live or scheduler.in_flight or scheduler.hicache.under_way)
         pulse = Pulse(
             stuck=pending and now - self._progress_at > self._stage.config.watchdog_timeout,
             draining=self._sequencer.draining,

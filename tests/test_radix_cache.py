@@ -23,7 +23,7 @@ def test_the_longest_prefix_is_found_page_by_page():
         0,
     ]
     node, found = cache.tree.match(b"", cache.key("abcdef"), 3)
-    assert found == pages[:3] and node.pages == pages[:3]
+    assert found == pages[:3] and node.held[0] == pages[:3]
     assert cache.found("abcd") == 4
 
 
@@ -85,7 +85,7 @@ def test_one_long_answer_stays_one_node():
     node = cache.tree.root
     for letter in "abcdef":
         node, _ = cache.tree.extend(node, b"", cache.key(letter), cache.allocator.allocate(1), 1)
-    assert [len(node.pages) for node in cache.tree.nodes()] == [6]
+    assert [len(node.held[0]) for node in cache.tree.nodes()] == [6]
 
 
 def test_a_node_that_another_ends_at_does_not_grow():
@@ -124,7 +124,7 @@ def test_eviction_takes_the_least_recent_leaf_from_its_tail():
     cache.tree.match(b"", cache.key("a"), 1)
     assert cache.evicted(2) == [newer[2], newer[1]]
     assert cache.evicted(9) == [newer[0], older[0]]
-    assert cache.tree.pages_total == cache.tree.pages_unlocked == 0
+    assert cache.tree.device.pages_total == cache.tree.device.pages_unlocked == 0
 
 
 def test_a_prefix_is_more_recent_than_all_that_follows_it():
@@ -147,7 +147,7 @@ def test_a_locked_path_is_not_evicted_and_counts_as_such():
     cache.insert("abx")
     node, _ = cache.tree.match(b"", cache.key("abc"), 1000)
     cache.tree.lock(node)
-    assert (cache.tree.pages_total, cache.tree.pages_unlocked) == (5, 2)
+    assert (cache.tree.device.pages_total, cache.tree.device.pages_unlocked) == (5, 2)
     assert len(cache.evicted(9)) == 2 and cache.found("abcd") == 3
     cache.tree.unlock(node)
     assert cache.evicted(9) == [kept[2], kept[1], kept[0]]

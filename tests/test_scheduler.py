@@ -168,7 +168,7 @@ def test_no_more_is_evicted_than_is_needed():
     driver = Driver(page_size=1, device_pages=30)
     driver.run(request(1, range(20), new=1))
     driver.step(request(2, range(50, 65), new=1))
-    assert driver.scheduler.counters()["evicted_pages"] == 5
+    assert driver.scheduler.cache.device.pages_evicted == 5
 
 
 # ---- ends ----

@@ -44,7 +44,7 @@ def replay(name: str, capacity_blocks: int) -> tuple[list[int], int, int]:
         cache.lock(node)
         allocator.hold(pages)
         missing = length - len(pages)
-        cache.evict(missing - allocator.available)
+        cache.evict(cache.device, missing - allocator.available)
         own = allocator.allocate(missing)
         node, _ = cache.extend(node, b"", key[len(pages) * 4 :], own, step)
         cache.unlock(node)
@@ -52,7 +52,7 @@ def replay(name: str, capacity_blocks: int) -> tuple[list[int], int, int]:
         events.fold()
         found.append(len(pages))
         asked += length
-    return found, asked, cache.pages_total
+    return found, asked, cache.device.pages_total
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,33 @@
-"""The radix cache: which prefixes are computed, and in which pages they lie.
+"""The radix cache: which prefixes are computed, and in which pages of which tier they lie.
 
 A compressed tree whose edges are whole pages of token ids. Owns the nodes, their locks, the logical clock and the
-order of eviction; pages themselves belong to the allocator, where the tree is one holder of each of its pages.
+order of eviction; pages themselves belong to the allocators, where the tree is one holder of each of its pages.
 
-    root --[salt + page 0 | page 1]--> node --[page 2]--> node        key:   4 bytes per token id
-                                        |                             pages: one page number per page of the key
+    root --[salt + page 0 | page 1]--> node --[page 2]--> node        key:     4 bytes per token id
+                                        |                             held[t]: page numbers of tier t
                                         +--[page 2' | page 3']--> node
 
-A node that is locked (a sequence's path runs through it) is never evicted. A node's path holds at least as many
-locks as the node itself. Time is one tick per touch; a path is touched from its end to the root, so that a prefix
-is always more recent than what follows it. Nothing here knows requests, steps in flight or bytes of memory.
+In each tier a node holds its first pages, perhaps none: pages 0 to 4 on the device and 0 to 2 on the host, say. A tier
+holds pages of a node only if it holds all those before them, on the whole path; so what a tier has is a tree, which
+is evicted from its leaves, each page by page from its tail. A page that no tier holds any more is forgotten.
+
+A node that is locked (a sequence's or a copy's path runs through it) is evicted from no tier. A node's path holds at
+least as many locks as the node itself. Time is one tick per touch; a path is touched from its end to the root, so that
+a prefix is always more recent than what follows it. Nothing here knows requests, steps in flight or bytes of memory.
 """
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.mem_cache.allocator import PageAllocator
+from engine.mem_cache.tier import DEVICE, HOST, Node, Tier
 from engine.scheduler.digest import Accumulator
 
 TOKEN_BYTES = 4
-_ADDED, _GROWN, _SPLIT, _TRIMMED, _REMOVED, _MATCHED, _LOCKED, _UNLOCKED, _FLUSHED = range(1, 10)
+_ADDED, _GROWN, _SPLIT, _TRIMMED, _REMOVED, _MATCHED, _LOCKED, _UNLOCKED, _FLUSHED, _FILLED = range(1, 11)
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -31,63 +35,41 @@ def pack(token_ids: Sequence[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
-class Node:
-    """A run of pages that every prompt through it shares. Only `RadixCache` changes it."""
-
-    __slots__ = (
-        "children",
-        "edge",
-        "filled_step",
-        "fresh_from",
-        "key",
-        "locks",
-        "node_id",
-        "pages",
-        "parent",
-        "queued",
-        "stamp",
-    )
-
-    def __init__(self, node_id: int, parent: Node | None, edge: bytes, key: bytes, pages: list[int]) -> None:
-        self.node_id = node_id
-        self.parent = parent
-        self.edge = edge
-        self.key = key
-        self.pages = pages
-        self.children: dict[bytes, Node] = {}
-        self.locks = 0
-        self.stamp = 0
-        self.filled_step = 0
-        self.fresh_from = 0  # Pages from here on were filled by `filled_step`, those before by earlier steps.
-        self.queued = False
-
-
 @dataclass(frozen=True, slots=True)
 class Peek:
     """What a match would find, found without changing anything."""
 
     pages: int
+    """On the device."""
     fresh_pages: int
     """How many of them, the last ones, are filled by the step asked about and can be read only after it."""
     evictable_pages: int
     """How many of all are unlocked now, and would stop being evictable."""
+    host_pages: int
+    """How many more follow that only the host holds."""
+    in_transfer: bool
+    """Some of those are on their way to the device."""
 
 
 class RadixCache:
-    """The tree of one tier of pages."""
+    """The tree over all tiers."""
 
-    def __init__(self, page_size: int, allocator: PageAllocator, events: Accumulator) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        allocator: PageAllocator,
+        events: Accumulator,
+        host_allocator: PageAllocator | None = None,
+    ) -> None:
         self.page_size = page_size
-        self.root = Node(0, None, b"", b"", [])
+        self.root = Node(0, None, b"", b"")
+        self.device = Tier(DEVICE, allocator)
+        self.host = Tier(HOST, host_allocator or PageAllocator(0, events))
+        self.tiers = (self.device, self.host)
         self.clock = 0
         self.next_node_id = 1
-        self.pages_total = 0
-        self.pages_unlocked = 0
-        self.pages_evicted = 0
         self._page_bytes = page_size * TOKEN_BYTES
-        self._allocator = allocator
         self._events = events
-        self._leaves: list[tuple[int, int, Node]] = []
 
     # ---- reading ----
 
@@ -96,12 +78,16 @@ class RadixCache:
 
         Changes nothing.
         """
-        pages = fresh = unlocked = 0
+        pages = fresh = unlocked = host = 0
+        in_transfer = False
         for node, taken in self._walk(self.root, salt, key, pages_max):
-            pages += taken
-            fresh += max(taken - node.fresh_from, 0) if node.filled_step == step else 0
-            unlocked += taken if node.locks == 0 else 0
-        return Peek(pages, fresh, unlocked)
+            here = min(taken, len(node.held[DEVICE]))
+            pages += here
+            fresh += max(here - node.fresh_from, 0) if node.filled_step == step else 0
+            unlocked += here if node.locks == 0 else 0
+            host += taken - here
+            in_transfer |= taken > here and node.transfer_id != 0
+        return Peek(pages, fresh, unlocked, host, in_transfer)
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents first, in the order in which they were added to their parent."""
@@ -111,20 +97,49 @@ class RadixCache:
             yield node
             stack += reversed(node.children.values())
 
+    def path(self, node: Node) -> list[tuple[int, Node]]:
+        """The nodes from the root's child to `node`, each with the number of pages before it."""
+        nodes = []
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        depth, path = 0, []
+        for step in reversed(nodes):
+            path.append((depth, step))
+            depth += step.page_count
+        return path
+
     # ---- matching and inserting ----
 
     def match(self, salt: bytes, key: bytes, pages_max: int) -> tuple[Node, list[int]]:
-        """Find the longest prefix of `key`, at most `pages_max` pages, and touch it.
+        """Find the longest prefix of `key` on the device, at most `pages_max` pages, and touch it.
 
         Returns the node where it ends (the root when there is none) and its pages. A match that ends inside a node
         splits it, so that recency stays exact to the page.
         """
         end, pages = self.root, list[int]()
         for node, taken in self._walk(self.root, salt, key, pages_max):
-            end = self._split(node, taken) if taken < len(node.pages) else node
-            pages += end.pages
+            here = min(taken, len(node.held[DEVICE]))
+            if here == 0:
+                break
+            end = self._split_after(node, here)
+            pages += end.held[DEVICE]
+            if here < taken:
+                break
         self._touch_path(end)
         self._events.note(_MATCHED, end.node_id, len(pages))
+        return end, pages
+
+    def match_host(self, node: Node, salt: bytes, key: bytes, pages_max: int) -> tuple[Node, list[int]]:
+        """Follow `key` behind `node`, where a match on the device ended, through pages that only the host holds.
+
+        Returns where they end and the host's pages. The end is split off, so that a copy of them has its own node.
+        """
+        end, pages = node, list[int]()
+        for child, taken in self._walk(node, salt, key, pages_max):
+            assert not child.held[DEVICE], f"the match on the device stopped before node {child.node_id}"
+            end = self._split_after(child, taken)
+            pages += end.held[HOST]
         return end, pages
 
     def extend(
@@ -132,30 +147,49 @@ class RadixCache:
     ) -> tuple[Node, list[int]]:
         """Put computed pages behind `node`, which the caller has locked, and move the caller's lock to their end.
 
-        `key` holds the ids of `pages`. Pages whose ids the tree has already are not taken: the tree's own come back
-        in their place. Returns the new end, locked, and the pages that now stand for `key`. `step` filled them.
+        `key` holds the ids of `pages`. Pages that the device has already are not taken: the tree's own come back in
+        their place. Returns the new end, locked, and the pages that now stand for `key`. `step` filled them.
         """
         end, held = node, list[int]()
         for child, taken in self._walk(node, salt, key, len(pages)):
-            end = self._split(child, taken) if taken < len(child.pages) else child
-            held += end.pages
+            end = self._split_after(child, taken)
+            have = len(end.held[DEVICE])
+            if have < taken:  # The host alone has the rest of this node; now the device has it too.
+                self._take(end, pages[len(held) + have : len(held) + taken], step)
+            held += end.held[DEVICE]
         rest = pages[len(held) :]
         if rest:
-            self._allocator.hold(rest)
-            self.pages_total += len(rest)
             rest_key = key[len(held) * self._page_bytes :]
-            if end is node and node.locks == 1 and not node.children and node.parent is not None:
-                # Nobody else ends here, so the node can grow: one long answer stays one node.
-                node.fresh_from = len(node.pages)
+            if end is node and node.locks - node.pins == 1 and not node.children and node.parent is not None:
+                # No other sequence ends here, so the node can grow: one long answer stays one node.
                 node.key += rest_key
-                node.pages += rest
                 self._events.note(_GROWN, node.node_id, len(rest), rest[0])
             else:
-                end = self._add(end, salt, rest_key, rest)
-            end.filled_step = step
-        self._relock(node, end)
+                end = self._add(end, salt, rest_key)
+            self._take(end, rest, step)
+        self._change_locks(end, node, +1)
         self._touch_path(end)
         return end, held + rest
+
+    def fill(self, node: Node, start: int, tier: Tier, pages: list[int]) -> list[int]:
+        """Put copied pages into a tier: they are the pages from `start` on of the path to `node`, which is locked.
+
+        The caller's hold on them passes to the tree. Returns those that the tier has got meanwhile in another way,
+        still held by the caller.
+        """
+        surplus = list[int]()
+        for depth, each in self.path(node):
+            have, end = depth + len(each.held[tier.index]), min(depth + each.page_count, start + len(pages))
+            if end > start:
+                first = max(depth, start)
+                assert have >= first, (
+                    f"node {each.node_id}: pages from {first} on, but the tier ends at {have}"
+                )
+                new_from = min(have, end)
+                surplus += pages[first - start : new_from - start]
+                tier.put(each, pages[new_from - start : end - start])
+        self._events.note(_FILLED, node.node_id, tier.index, start, len(pages), len(surplus))
+        return surplus
 
     # ---- locks ----
 
@@ -169,53 +203,69 @@ class RadixCache:
         self._events.note(_UNLOCKED, node.node_id)
         self._change_locks(node, self.root, -1)
 
-    def _relock(self, start: Node, end: Node) -> None:
-        """Lengthen a lock that ends at `start` so that it ends at `end`, below it."""
-        self._change_locks(end, start, +1)
-
     def _change_locks(self, node: Node, above: Node, change: int) -> None:
         while node is not above:
             assert node.parent is not None, f"node {node.node_id} is not below node {above.node_id}"
             before = node.locks
             node.locks += change
             assert node.locks >= 0, f"node {node.node_id} was unlocked more often than locked"
-            if before == 0:
-                self.pages_unlocked -= len(node.pages)
-            elif node.locks == 0:
-                self.pages_unlocked += len(node.pages)
-                self._queue(node)
+            if before == 0 or node.locks == 0:
+                for tier in self.tiers:
+                    count = len(node.held[tier.index])
+                    tier.pages_unlocked += -count if before == 0 else count
+                    tier.queue(node)
             node = node.parent
 
     # ---- eviction ----
 
-    def evict(self, count: int) -> int:
-        """Give up to `count` unlocked pages back (none if it is not positive), the least recent leaf first, each
-        from its tail. Returns how many."""
+    def evict(self, tier: Tier, count: int) -> int:
+        """Give up to `count` unlocked pages back (none if it is not positive). Returns how many."""
         evicted = 0
-        while evicted < count and self._leaves:
-            stamp, _, node = heapq.heappop(self._leaves)
-            node.queued = False
-            if node.locks or node.children:
-                continue
-            if node.stamp != stamp:
-                self._queue(node)
-                continue
-            taken = min(count - evicted, len(node.pages))
-            self._trim(node, taken)
-            evicted += taken
-        self.pages_evicted += evicted
+        while evicted < count and (node := tier.coldest()) is not None:
+            evicted += self.trim(node, tier, count - evicted)
         return evicted
 
+    def trim(self, node: Node, tier: Tier, count: int) -> int:
+        """Take up to `count` of the last pages of an unlocked leaf out of a tier. Returns how many.
+
+        Pages that no tier holds any more are forgotten, and a node of which none is left with them.
+        """
+        parent = node.parent
+        assert parent is not None, f"node {node.node_id} is not in the tree"
+        count = tier.drop_tail(node, count)
+        self._events.note(_TRIMMED, node.node_id, tier.index, count)
+        node.key = node.key[: node.page_count * self._page_bytes]
+        if not node.key:
+            assert not node.children, f"node {node.node_id} vanishes, but has children"
+            self._events.note(_REMOVED, node.node_id)
+            del parent.children[node.edge]
+            node.parent = None
+        for each in self.tiers:
+            each.queue(node)
+        return count
+
+    def forget(self, node: Node, tier: Tier) -> None:
+        """Drop what a tier holds of `node` and of all below it, as far as it is unlocked."""
+        below = [node]
+        for each in below:
+            below += each.children.values()
+        for each in reversed(below):  # Children before their parents.
+            while tier.is_leaf(each):
+                self.trim(each, tier, len(each.held[tier.index]))
+
     def flush(self) -> int:
-        """Forget everything. Nothing may be locked. Returns how many pages were held."""
-        assert self.pages_unlocked == self.pages_total, "flushed while a path is locked"
-        flushed = self.pages_total
+        """Forget everything, in all tiers. Nothing may be locked. Returns how many pages were held on the device."""
+        flushed = self.device.pages_total
+        for tier in self.tiers:
+            assert tier.pages_unlocked == tier.pages_total, "flushed while a path is locked"
         for node in list(self.nodes()):
-            self._allocator.release(node.pages)
+            for tier in self.tiers:
+                tier.allocator.release(node.held[tier.index])
             node.parent = None
         self.root.children = {}
-        self._leaves = []
-        self.pages_total = self.pages_unlocked = 0
+        self.root.branches = [0, 0]
+        for tier in self.tiers:
+            tier.clear()
         self._events.note(_FLUSHED, flushed)
         return flushed
 
@@ -232,77 +282,63 @@ class RadixCache:
             child = node.children.get(salt + first if node is self.root else first)
             if child is None:
                 return
-            length = min(len(child.pages), end - position)
-            shared = _common_pages(child.key, key, position, length, width)
-            node_pages = len(child.pages)
+            node_pages = child.page_count
+            shared = _common_pages(child.key, key, position, min(node_pages, end - position), width)
             yield child, shared
             if shared < node_pages:
                 return
             node = child
             position += shared
 
-    def _add(self, parent: Node, salt: bytes, key: bytes, pages: list[int]) -> Node:
+    def _add(self, parent: Node, salt: bytes, key: bytes) -> Node:
         first = key[: self._page_bytes]
         edge = salt + first if parent is self.root else first
         assert edge not in parent.children, f"node {parent.node_id} has a child for this page already"
-        node = Node(self.next_node_id, parent, edge, key, list(pages))
+        node = Node(self.next_node_id, parent, edge, key)
         self.next_node_id += 1
         parent.children[edge] = node
-        self.pages_unlocked += len(pages)
-        self._queue(node)
-        self._events.note(_ADDED, node.node_id, parent.node_id, len(pages), pages[0])
+        self._events.note(_ADDED, node.node_id, parent.node_id, len(key))
         return node
 
-    def _split(self, node: Node, pages: int) -> Node:
-        """Cut a node after `pages` pages. The node keeps its end, so whoever locked it still ends there.
+    def _take(self, node: Node, pages: list[int], step: int) -> None:
+        """Make the tree a holder of device pages that `step` fills, as the next ones of a node."""
+        node.fresh_from, node.filled_step = len(node.held[DEVICE]), step
+        self.device.allocator.hold(pages)
+        self.device.put(node, pages)
 
-        Returns the new upper node, which takes over the locks and the recency of the one it was cut from.
+    def _split_after(self, node: Node, pages: int) -> Node:
+        """Cut a node after `pages` pages, unless it ends there. The node keeps its end, so whoever locked it still ends
+        there. Returns the part before the cut: a new node with the locks and the recency of the one it was cut from.
         """
-        assert 0 < pages < len(node.pages) and node.parent is not None, (
-            f"cut {pages} of {len(node.pages)} pages"
+        if pages == node.page_count:
+            return node
+        assert 0 < pages < node.page_count and node.parent is not None, (
+            f"cut {pages} of {node.page_count} pages"
         )
         cut = pages * self._page_bytes
-        upper = Node(self.next_node_id, node.parent, node.edge, node.key[:cut], node.pages[:pages])
+        upper = Node(self.next_node_id, node.parent, node.edge, node.key[:cut])
         self.next_node_id += 1
         upper.locks, upper.stamp, upper.filled_step = node.locks, node.stamp, node.filled_step
+        upper.transfer_id = node.transfer_id
         upper.fresh_from, node.fresh_from = min(node.fresh_from, pages), max(node.fresh_from - pages, 0)
         node.parent.children[node.edge] = upper
-        node.key, node.pages = node.key[cut:], node.pages[pages:]
-        node.parent, node.edge = upper, node.key[: self._page_bytes]
+        node.key, node.parent, node.edge = node.key[cut:], upper, node.key[cut : cut + self._page_bytes]
         upper.children[node.edge] = node
+        for tier in self.tiers:
+            held = node.held[tier.index]
+            upper.held[tier.index].extend(held[:pages])
+            del held[:pages]
+            upper.branches[tier.index] = int(bool(held))
+        for tier in self.tiers:
+            tier.queue(upper)
         self._events.note(_SPLIT, upper.node_id, node.node_id, pages)
         return upper
-
-    def _trim(self, node: Node, count: int) -> None:
-        """Drop the last `count` pages of an unlocked leaf, and the leaf itself when nothing is left."""
-        dropped = node.pages[-count:]
-        dropped.reverse()
-        del node.pages[-count:]
-        node.key = node.key[: len(node.pages) * self._page_bytes]
-        self.pages_total -= count
-        self.pages_unlocked -= count
-        self._allocator.release(dropped)
-        if node.pages:
-            self._events.note(_TRIMMED, node.node_id, count)
-            self._queue(node)
-            return
-        assert node.parent is not None
-        self._events.note(_REMOVED, node.node_id, count)
-        del node.parent.children[node.edge]
-        self._queue(node.parent)
-        node.parent = None
 
     def _touch_path(self, node: Node) -> None:
         while node.parent is not None:
             self.clock += 1
             node.stamp = self.clock
             node = node.parent
-
-    def _queue(self, node: Node) -> None:
-        """Remember a node that may now be evicted. Stamps only grow, so a stale one is put right when it comes up."""
-        if not node.queued and not node.locks and not node.children and node.parent is not None:
-            node.queued = True
-            heapq.heappush(self._leaves, (node.stamp, node.node_id, node))
 
 
 def _common_pages(node_key: bytes, key: bytes, position: int, length: int, width: int) -> int:

@@ -16,10 +16,18 @@ LPM_WINDOW = 128
 OVERTAKEN_MAX = 32
 """How often later arrivals may be admitted before a waiting sequence: then it goes first, under any policy."""
 
+LOAD_TOKENS_MIN = 10
+"""A prefix on the host that would save fewer tokens is computed again, not loaded."""
+
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` tokens."""
     return -(-tokens // page_size)
+
+
+def pages_to_load(host_pages: int, page_size: int) -> int:
+    """Pages worth loading of those that only the host holds behind a prefix on the device: all of them or none."""
+    return host_pages if host_pages * page_size >= LOAD_TOKENS_MIN else 0
 
 
 def does_not_fit(request: Request, capacity: Capacity) -> str:
@@ -61,7 +69,8 @@ def waiting_order(waiting: list[Sequence], policy: str, cache: RadixCache, page_
 def _cached(sequence: Sequence, cache: RadixCache, page_size: int) -> int:
     if sequence.overtaken >= OVERTAKEN_MAX:
         return 0
-    return cache.peek(sequence.salt, bytes(sequence.key), sequence.cache_pages_max(page_size)).pages
+    found = cache.peek(sequence.salt, bytes(sequence.key), sequence.cache_pages_max(page_size))
+    return found.pages + found.host_pages
 
 
 def committed_pages(running: Iterable[Sequence], capacity: Capacity) -> int:

@@ -6,7 +6,8 @@ inside one step is that of the entry's fields, then admission, then the plan:
 
     settled transfers -> retired steps and their tokens -> finishes -> arrivals -> aborts -> controls -> plan
 
-It owns the sequences and the books (allocator, radix cache). It never moves a byte: plans name pages, ranks copy.
+It owns the sequences and the books (allocators, radix cache, copies). It never moves a byte: plans name pages, ranks
+copy.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import bisect
 from collections import deque
 
 from engine.mem_cache.allocator import PageAllocator
-from engine.mem_cache.radix_cache import RadixCache
+from engine.mem_cache.hicache import HiCache
+from engine.mem_cache.radix_cache import TOKEN_BYTES, RadixCache
 from engine.scheduler import policy
-from engine.scheduler.digest import Accumulator, fold_digest
+from engine.scheduler.digest import fold_digest
 from engine.scheduler.sequence import Sequence, State
+from engine.scheduler.state_vector import STATE_FIELDS, Events, state_vector
 from engine.types import (
     Abort,
     Books,
@@ -33,14 +36,9 @@ from engine.types import (
     Request,
     RetiredStep,
     Span,
+    TransferResult,
 )
 
-STATE_FIELDS = (
-    "step", "inputs", "arrived", "waiting", "running", "ended", "steps in flight",
-    "pages available", "pages evictable", "pages protected", "pages pending", "tree clock", "next node",
-    "retractions", "evictions", "finished", "allocator events", "tree events", "rows",
-)  # fmt: skip
-"""Names of the state vector's numbers, causes before effects: the first that differs is what parted first."""
 _RETIRED, _FINISH, _ARRIVAL, _ABORT, _CONTROL = range(1, 6)
 
 
@@ -48,8 +46,14 @@ class Scheduler:
     """One replica. Built from agreed counts, never from bytes."""
 
     def __init__(
-        self, capacity: Capacity, *, schedule_policy: str = "fcfs", cache_prefixes: bool = True
+        self,
+        capacity: Capacity,
+        *,
+        schedule_policy: str = "fcfs",
+        cache_prefixes: bool = True,
+        host_counts: bool = True,
     ) -> None:
+        """Without `host_counts` the digest covers what the host's capacity leads to, but not the capacity."""
         self.capacity = capacity
         self.step = 0
         self.digest = 0
@@ -60,12 +64,16 @@ class Scheduler:
         self.ended: dict[int, Sequence] = {}
         self.in_flight: deque[tuple[int, list[tuple[Sequence, bool]]]] = deque()
         self.arrived = self.finished = self.retractions = 0
-        self._inputs, self._rows = Accumulator(), Accumulator()
-        self._allocator_events, self._tree_events = Accumulator(), Accumulator()
-        self.allocator = PageAllocator(capacity.device_pages, self._allocator_events)
-        self.cache = RadixCache(capacity.page_size, self.allocator, self._tree_events)
+        self.loading: dict[int, Sequence] = {}
+        self.events = events = Events()
+        self.allocator = PageAllocator(capacity.device_pages, events.device_allocator)
+        host_allocator = PageAllocator(capacity.host_pages, events.host_allocator)
+        self.cache = RadixCache(capacity.page_size, self.allocator, events.tree, host_allocator)
+        self.hicache = HiCache(self.cache, capacity.write_policy, events.copies)
         self._policy = schedule_policy
         self._cache_prefixes = cache_prefixes
+        self._host_counts = host_counts
+        self._flushes: list[Control] = []
         self._news: dict[int, Emission] = {}
 
     # ---- the one door ----
@@ -73,9 +81,10 @@ class Scheduler:
     def apply(self, entry: Entry) -> Plan:
         """Take the next entry and say what its step does."""
         assert entry.step == self.step + 1, f"entry {entry.step} applied after step {self.step}"
-        assert not entry.settled, f"transfers {entry.settled} settled, but none was planned"
         self.step = entry.step
         self._news = {}
+        for result in entry.settled:
+            self._settle(result)
         for retired in entry.retired:
             self._retire(retired)
         for finish in entry.finishes:
@@ -86,11 +95,14 @@ class Scheduler:
             self._abort(abort)
         done, failed = self._control(entry.controls)
         spans = self._plan()
-        self._fold()
+        transfers = self.hicache.plan()
+        self.vector = state_vector(self, host_counts=self._host_counts)
+        self.digest = fold_digest(self.digest, self.vector)
         return Plan(
             step=self.step,
             digest=self.digest,
             spans=tuple(spans),
+            transfers=transfers,
             emissions=tuple(self._news.values()),
             controls=done,
             control_failures=failed,
@@ -98,33 +110,30 @@ class Scheduler:
 
     def books(self) -> Books:
         """Where the device tier's tokens are."""
-        size, evictable = self.capacity.page_size, self.cache.pages_unlocked
-        total, available = self.capacity.device_pages, self.allocator.available
-        protected = total - available - evictable
-        return Books(
-            capacity=total * size,
-            available=available * size,
-            evictable=evictable * size,
-            protected=protected * size,
-        )
-
-    def counters(self) -> dict[str, int]:
-        """Totals since the start, for people."""
-        return {
-            "arrived": self.arrived,
-            "finished": self.finished,
-            "retractions": self.retractions,
-            "evicted_pages": self.cache.pages_evicted,
-        }
+        return self.cache.device.books(self.capacity.page_size)
 
     # ---- what an entry brings ----
+
+    def _settle(self, result: TransferResult) -> None:
+        """A copy has ended on all ranks. Whoever waited for it looks again at what is cached and goes on."""
+        pages_loaded = self.hicache.settle(result)
+        sequence = self.loading.pop(result.transfer_id, None)
+        if sequence is None:
+            return
+        node, pages, size = sequence.node, sequence.pages, self.capacity.page_size
+        assert node is not None, f"request {sequence.request.request_id} loads without a node"
+        sequence.loading, sequence.load_failed = 0, not result.ok
+        self._attach(sequence, sequence.cache_pages_max(size))
+        sequence.found(pages_loaded * size)
+        self.cache.unlock(node)
+        self.allocator.release(pages)
 
     def _retire(self, retired: RetiredStep) -> None:
         """A step has run: its tokens become ids, and what it alone named becomes free."""
         assert self.in_flight, f"step {retired.step} retired, but none is in flight"
         step, rows = self.in_flight.popleft()
         assert step == retired.step, f"step {retired.step} retired, but the oldest in flight is {step}"
-        self._inputs.note(_RETIRED, step, len(retired.tokens), *retired.tokens)
+        self.events.inputs.note(_RETIRED, step, len(retired.tokens), *retired.tokens)
         samples_count = sum(samples for _, samples in rows)
         assert len(retired.tokens) == samples_count, (
             f"step {step} brought {len(retired.tokens)} tokens, but {samples_count} of its spans sample"
@@ -152,7 +161,7 @@ class Scheduler:
 
     def _finish(self, finish: Finish) -> None:
         """A stop string was found in the text: the tokens after `kept_tokens` never were."""
-        self._inputs.note(_FINISH, finish.request_id, finish.kept_tokens)
+        self.events.inputs.note(_FINISH, finish.request_id, finish.kept_tokens)
         sequence = self.live.get(finish.request_id)
         if sequence is not None:
             self._end(sequence, FinishReason(type="stop", matched=finish.matched))
@@ -163,7 +172,7 @@ class Scheduler:
         assert not problem, f"request {request.request_id} passed the door, but {problem}"
         assert request.request_id not in self.live, f"request {request.request_id} arrived twice"
         sequence = Sequence(request, self.arrived)
-        self._inputs.note(_ARRIVAL, *sequence.facts())
+        self.events.inputs.note(_ARRIVAL, *sequence.facts())
         self.live[request.request_id] = sequence
         if sequence.generated >= request.sampling.max_new_tokens:
             self._end(sequence, FinishReason(type="length"))
@@ -171,7 +180,7 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def _abort(self, abort: Abort) -> None:
-        self._inputs.note(_ABORT, abort.request_id, abort.status)
+        self.events.inputs.note(_ABORT, abort.request_id, abort.status)
         sequence = self.live.get(abort.request_id)
         if sequence is not None:
             self._end(sequence, FinishReason(type="abort", message=abort.message, status=abort.status))
@@ -181,15 +190,20 @@ class Scheduler:
     ) -> tuple[tuple[Control, ...], tuple[ControlResult, ...]]:
         done, failed = [], []
         for control in controls:
-            self._inputs.note(_CONTROL, control.control_id, int(control.action == "flush"))
-            if control.action == "flush":
-                busy = len(self.live) + len(self.in_flight)
-                if busy:
-                    text = f"not flushed: {len(self.live)} requests and {len(self.in_flight)} steps are under way"
-                    failed.append(ControlResult(control_id=control.control_id, ok=False, message=text))
-                    continue
+            self.events.inputs.note(_CONTROL, control.control_id, int(control.action == "flush"))
+        waiting, self._flushes = self._flushes, []
+        for control in (*waiting, *controls):
+            if control.action != "flush":
+                done.append(control)
+            elif self.live or self.in_flight:
+                text = f"not flushed: {len(self.live)} requests and {len(self.in_flight)} steps are under way"
+                failed.append(ControlResult(control_id=control.control_id, ok=False, message=text))
+            elif self.hicache.under_way:
+                self._flushes.append(control)  # Copies end soon and nobody asked for them: it waits.
+            else:
                 self.cache.flush()
-            done.append(control)
+                self.hicache.forget_wishes()
+                done.append(control)
         return tuple(done), tuple(failed)
 
     # ---- ends ----
@@ -211,6 +225,8 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        self.loading.pop(sequence.loading, None)  # The copy goes on without it.
+        sequence.loading = 0
         if sequence.node is not None:
             self.cache.unlock(sequence.node)
             sequence.node = None
@@ -220,9 +236,7 @@ class Scheduler:
 
     def _retract(self, sequence: Sequence) -> None:
         """Send a running sequence back to wait: it becomes what it was, prompt plus delivered ids."""
-        assert sequence.in_flight == 0, (
-            f"request {sequence.request.request_id} retracted with spans in flight"
-        )
+        assert not sequence.in_flight, f"request {sequence.request.request_id} retracted with spans in flight"
         self._release(sequence)
         self.running.remove(sequence)
         sequence.state = State.WAITING
@@ -241,6 +255,7 @@ class Scheduler:
             first_position=known.first_position if known else sequence.generated - len(tokens),
             tokens=before + tokens,
             cached_tokens=max(sequence.cached_tokens, 0),
+            cached_host_tokens=sequence.cached_host_tokens,
             retractions=sequence.retractions,
             finish=finish,
         )
@@ -273,8 +288,8 @@ class Scheduler:
         slots = self.capacity.max_running_requests - len(self.running)
         if room <= 0 or slots <= 0:
             return
-        size = self.capacity.page_size
-        for sequence in list(policy.waiting_order(self.waiting, self._policy, self.cache, size)):
+        order = policy.waiting_order(self.waiting, self._policy, self.cache, self.capacity.page_size)
+        for sequence in list(order):
             admitted = self._admit(sequence)
             if admitted is None:
                 return
@@ -287,10 +302,12 @@ class Scheduler:
     def _add(self, rows: list[tuple[Sequence, Span]], sequence: Sequence, count_max: int) -> int:
         """Plan up to `count_max` rows of a sequence, if there are pages for them. Returns how many."""
         count = min(sequence.remaining, count_max)
-        if sequence.state is not State.RUNNING or not self._make_room(sequence, count):
+        if sequence.state is not State.RUNNING or sequence.loading or not self._make_room(sequence, count):
             return 0
         span = sequence.advance(count)
-        self._rows.note(sequence.number, span.start, count, span.pages[-1], int(span.sample is not None))
+        self.events.rows.note(
+            sequence.number, span.start, count, span.pages[-1], int(span.sample is not None)
+        )
         if self._cache_prefixes:
             self._insert(sequence)
         rows.append((sequence, span))
@@ -309,25 +326,55 @@ class Scheduler:
                 return False
             pages_max = found.pages - found.fresh_pages
             found = self.cache.peek(sequence.salt, key, pages_max, self.step)
+        load_pages = 0 if sequence.load_failed else policy.pages_to_load(found.host_pages, size)
+        if load_pages and found.in_transfer:  # For another sequence; a copy takes a few steps.
+            return False if sequence.overtaken < policy.OVERTAKEN_MAX else None
         need = policy.pages_for(len(sequence.ids), size) - found.pages
-        room = self.allocator.available + self.cache.pages_unlocked - found.evictable_pages
-        if need + policy.committed_pages(self.running, self.capacity) > room and (self.running or self.ended):
+        room = self.allocator.available + self.cache.device.pages_unlocked - found.evictable_pages
+        will_come = bool(self.running or self.ended or self.hicache.under_way)
+        if need + policy.committed_pages(self.running, self.capacity) > room and will_come:
             return None
+        self._attach(sequence, pages_max)
+        if load_pages and not self._load(sequence, pages_max):
+            self._release(sequence)
+            return None
+        if not sequence.loading:
+            sequence.found(host_tokens=0)
         for other in self.waiting:
             if other.number >= sequence.number:
                 break
             other.overtaken += 1
-        node, pages = self.cache.match(sequence.salt, key, pages_max)
-        self.cache.lock(node)
-        self.allocator.hold(pages)
-        sequence.node, sequence.pages, sequence.in_tree = node, pages, len(pages)
-        sequence.computed = len(pages) * size
-        if sequence.cached_tokens < 0:
-            sequence.cached_tokens = min(sequence.computed, sequence.prompt_length)
         self.waiting.remove(sequence)
         sequence.state = State.RUNNING
         bisect.insort(self.running, sequence, key=lambda s: s.number)
         return True
+
+    def _attach(self, sequence: Sequence, pages_max: int) -> None:
+        """Give a sequence what the device holds of its ids, at most `pages_max` pages."""
+        node, pages = self.cache.match(sequence.salt, bytes(sequence.key), pages_max)
+        self.cache.lock(node)
+        self.allocator.hold(pages)
+        self.hicache.matched(node)
+        sequence.node, sequence.pages, sequence.in_tree = node, pages, len(pages)
+        sequence.computed = len(pages) * self.capacity.page_size
+
+    def _load(self, sequence: Sequence, pages_max: int) -> bool:
+        """Have the host's part of a sequence's prefix copied to the device; until that has settled it plans no row.
+
+        False: there are no device pages for it yet.
+        """
+        assert sequence.node is not None
+        rest, pages_max = bytes(sequence.key[sequence.computed * TOKEN_BYTES :]), pages_max - sequence.in_tree
+        end, host_pages = self.cache.match_host(sequence.node, sequence.salt, rest, pages_max)
+        self.cache.lock(end)  # What is to be loaded must not go while room is made for it.
+        pages = self.hicache.take_device_pages(len(host_pages))
+        if pages is not None:
+            self.allocator.hold(pages)
+            sequence.pages += pages
+            sequence.loading = self.hicache.load(end, host_pages, pages)
+            self.loading[sequence.loading] = sequence
+        self.cache.unlock(end)
+        return pages is not None
 
     def _make_room(self, sequence: Sequence, rows: int) -> bool:
         """Give a running sequence the pages for its next rows, evicting or retracting where it must.
@@ -335,8 +382,8 @@ class Scheduler:
         False: it does not run in this step, since pages will come free by themselves, or it was the one to give way.
         """
         need = policy.pages_for(sequence.computed + rows, self.capacity.page_size) - len(sequence.pages)
-        while need > self.allocator.available + self.cache.pages_unlocked:
-            if self.allocator.pending or self.ended:
+        while need > self.allocator.available + self.cache.device.pages_unlocked:
+            if self.allocator.pending or self.ended or self.hicache.under_way:
                 return False
             victim = policy.victim(self.running, sequence)
             if victim is None:
@@ -344,9 +391,9 @@ class Scheduler:
             self._retract(victim)
             if victim is sequence:
                 return False
-        self.cache.evict(need - self.allocator.available)
-        sequence.pages += self.allocator.allocate(need)
-        return True
+        pages = self.hicache.take_device_pages(need)
+        sequence.pages += pages or ()
+        return pages is not None
 
     def _insert(self, sequence: Sequence) -> None:
         """Give the tree the pages that this step fills.
@@ -360,7 +407,7 @@ class Scheduler:
             return
         assert sequence.node is not None, f"request {sequence.request.request_id} runs without a node"
         own = sequence.pages[sequence.in_tree : full]
-        width = size * 4
+        width = size * TOKEN_BYTES
         key = bytes(sequence.key[sequence.in_tree * width : full * width])
         sequence.node, held = self.cache.extend(sequence.node, sequence.salt, key, own, self.step)
         for index, (mine, kept) in enumerate(zip(own, held, strict=True), start=sequence.in_tree):
@@ -369,31 +416,4 @@ class Scheduler:
                 sequence.pages[index] = kept
                 self.allocator.release_after(self.step, mine)
         sequence.in_tree = full
-
-    # ---- the proof ----
-
-    def _fold(self) -> None:
-        """Fold this step into the digest and the state vector."""
-        available, unlocked = self.allocator.available, self.cache.pages_unlocked
-        self.vector = (
-            self.step,
-            self._inputs.fold(),
-            self.arrived,
-            len(self.waiting),
-            len(self.running),
-            len(self.ended),
-            len(self.in_flight),
-            available,
-            unlocked,
-            self.capacity.device_pages - available - unlocked,
-            self.allocator.pending,
-            self.cache.clock,
-            self.cache.next_node_id,
-            self.retractions,
-            self.cache.pages_evicted,
-            self.finished,
-            self._allocator_events.fold(),
-            self._tree_events.fold(),
-            self._rows.fold(),
-        )
-        self.digest = fold_digest(self.digest, self.vector)
+        self.hicache.inserted(sequence.node)

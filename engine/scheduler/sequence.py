@@ -17,7 +17,8 @@ from __future__ import annotations
 import enum
 import zlib
 
-from engine.mem_cache.radix_cache import Node, pack
+from engine.mem_cache.radix_cache import pack
+from engine.mem_cache.tier import Node
 from engine.scheduler.digest import random_bits
 from engine.types import Request, Sample, Span
 
@@ -34,6 +35,7 @@ class Sequence:
     """The state of one request. `number` is its place in the order of arrival."""
 
     __slots__ = (
+        "cached_host_tokens",
         "cached_tokens",
         "computed",
         "deferred",
@@ -41,6 +43,8 @@ class Sequence:
         "in_flight",
         "in_tree",
         "key",
+        "load_failed",
+        "loading",
         "logprob_next",
         "node",
         "number",
@@ -67,6 +71,9 @@ class Sequence:
         self.node: Node | None = None
         self.in_flight = 0
         self.cached_tokens = -1
+        self.cached_host_tokens = 0
+        self.loading = 0  # The transfer that brings more of its prefix; no row is planned until then.
+        self.load_failed = False
         self.retractions = 0
         self.overtaken = 0
         self.deferred = False
@@ -101,6 +108,12 @@ class Sequence:
         """Take a sampled token."""
         self.ids.append(token_id)
         self.key += pack((token_id,))
+
+    def found(self, host_tokens: int) -> None:
+        """Note, once in a life, how much came from the cache: `computed` rows, the last `host_tokens` by a copy."""
+        if self.cached_tokens < 0:
+            self.cached_tokens = min(self.computed, self.prompt_length)
+            self.cached_host_tokens = max(self.cached_tokens - (self.computed - host_tokens), 0)
 
     def cache_pages_max(self, page_size: int) -> int:
         """How many pages may come from the cache: one row at least must run, and rows whose log probabilities

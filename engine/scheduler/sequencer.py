@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.scheduler import policy
 from engine.scheduler.scheduler import Scheduler
-from engine.types import Abort, Control, Entry, Finish, Refused, Report, Request, RetiredStep
+from engine.types import Abort, Control, Entry, Finish, Refused, Report, Request, RetiredStep, TransferResult
 
 LAG_STEPS_MAX = 64
 """No new entry while the slowest rank is further behind than this; the bounded inbox then refuses."""
@@ -24,6 +24,8 @@ class Sequencer:
         self._scheduler = scheduler
         self._queued_max = queued_max
         self._watermarks = [0] * world_size
+        self._copied: dict[int, dict[int, bool]] = {}
+        self._settled: list[TransferResult] = []
         self._retired: list[RetiredStep] = []
         self._finishes: list[Finish] = []
         self._arrivals: list[Request] = []
@@ -79,6 +81,13 @@ class Sequencer:
         """What a rank learnt."""
         self._watermarks[report.rank] = max(self._watermarks[report.rank], report.watermark)
         self._retired += [RetiredStep(step=done.step, tokens=done.tokens) for done in report.finished]
+        for result in report.transfers:
+            ranks = self._copied.setdefault(result.transfer_id, {})
+            assert report.rank not in ranks, f"rank {report.rank} reports transfer {result.transfer_id} twice"
+            ranks[report.rank] = result.ok
+            if len(ranks) == len(self._watermarks):
+                del self._copied[result.transfer_id]
+                self._settled.append(TransferResult(transfer_id=result.transfer_id, ok=all(ranks.values())))
 
     def drain(self, deadline: float) -> None:
         """Take no more requests; what still lives at `deadline` is aborted; then all ranks shut down."""
@@ -105,18 +114,22 @@ class Sequencer:
         if scheduler.step + 1 - min(self._watermarks) > LAG_STEPS_MAX:
             return None
         news = self._retired or self._finishes or self._arrivals or self._aborts or self._controls
+        # A backup that has settled can wait for other news, as long as a step in flight is sure to bring some.
+        copies = self._settled and (not scheduler.in_flight or scheduler.loading)
         more = not self._last_plan_empty and len(scheduler.in_flight) < scheduler.capacity.depth
-        if not news and not more:
+        if not news and not copies and not more:
             return None
         entry = Entry(
             step=scheduler.step + 1,
+            settled=tuple(self._settled),
             retired=tuple(self._retired),
             finishes=tuple(self._finishes),
             arrivals=tuple(self._arrivals),
             aborts=tuple(self._aborts.values()),
             controls=tuple(self._controls),
         )
-        self._retired, self._finishes, self._arrivals, self._aborts, self._controls = [], [], [], {}, []
+        self._settled, self._retired, self._finishes = [], [], []
+        self._arrivals, self._aborts, self._controls = [], {}, []
         return entry
 
     def planned(self, *, empty: bool) -> None:
@@ -128,7 +141,7 @@ class Sequencer:
         if now >= deadline:
             for request_id in scheduler.live:
                 self.abort(Abort(request_id=request_id, message=DRAIN_MESSAGE, status=503))
-        idle = not scheduler.live and not self._arrivals and not scheduler.in_flight
+        idle = not (scheduler.live or self._arrivals or scheduler.in_flight or scheduler.hicache.under_way)
         if idle and not self._shutdown_logged:
             self._shutdown_logged = True
             self._controls.append(Control(action="shutdown", control_id=0))

@@ -7,6 +7,8 @@ compared with what it must get. Then faults stop, and everything must end within
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,9 +16,11 @@ from random import Random
 
 import msgspec
 
+from engine.mem_cache.tier import DEVICE, HOST
 from engine.scheduler import policy
-from engine.scheduler.scheduler import STATE_FIELDS, Scheduler
+from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequencer import DRAIN_MESSAGE, LAG_STEPS_MAX, Sequencer
+from engine.scheduler.state_vector import STATE_FIELDS
 from engine.types import (
     Abort,
     Control,
@@ -28,9 +32,11 @@ from engine.types import (
     Plan,
     Report,
     Request,
+    Transfer,
+    TransferResult,
 )
 from tests.sim.draws import World, draw_requests, draw_world
-from tests.sim.model import Pins, ShadowMemory, Truth, oracle
+from tests.sim.model import Pins, ShadowMemory, Truth, extend_chain, oracle
 from tests.sim.recount import recount
 
 STEPS_PER_ROW = 2
@@ -47,11 +53,13 @@ class Divergence(AssertionError):
 
 @dataclass
 class Rank:
-    """One simulated process: a replica, entries on their way to it, and plans it has still to work."""
+    """One simulated process: a replica, entries on their way to it, plans it has still to work, copies it makes."""
 
     scheduler: Scheduler
+    memory: ShadowMemory
     inbox: deque[tuple[bytes, Plan, tuple[int, ...]]] = field(default_factory=deque)
     work: deque[Plan] = field(default_factory=deque)
+    copies: list[Transfer] = field(default_factory=list)
     watermark: int = 0
     reported: int = 0
 
@@ -78,13 +86,18 @@ class Cluster:
         self.random = Random(seed)
         self.ticks = ticks
         self.world = world = change(draw_world(self.random, ticks))
+        counts = world.capacity
         self.ranks = [
-            Rank(Scheduler(world.capacity, schedule_policy=world.policy, cache_prefixes=world.cache_prefixes))
-            for _ in range(world.ranks)
+            Rank(
+                Scheduler(counts, schedule_policy=world.policy, cache_prefixes=world.cache_prefixes),
+                ShadowMemory(
+                    counts.page_size, counts.device_pages, counts.host_pages, reports=rank == world.ranks - 1
+                ),
+            )
+            for rank in range(world.ranks)
         ]
         self.leader = self.ranks[0].scheduler
         self.sequencer = Sequencer(self.leader, world_size=world.ranks, queued_max=world.queued_max)
-        self.memory = ShadowMemory(world.capacity.page_size, world.capacity.device_pages)
         self.pins = Pins(world.capacity.page_size)
         self.clients: dict[int, Client] = {}
         self.truths: dict[int, Truth] = {}
@@ -93,6 +106,7 @@ class Cluster:
         self.next_id, self.controls_sent = 1, 0
         self.now = 0.0
         self.lag = world.lag
+        self.healed = False
         self.shut_down = False
         self.seen: Counter[str] = Counter()
         self.before_apply: Callable[[int, Scheduler, Entry], Entry] = lambda rank, scheduler, entry: entry
@@ -170,12 +184,13 @@ class Cluster:
                 self.follow(index, rank)
                 moved = True
         for index, rank in enumerate(self.ranks):
-            upstream = self.ranks[index - 1].work if index else None
             while rank.work and self.in_time(index):
-                if upstream and upstream[0].step <= rank.work[0].step:
+                if index and self.ranks[index - 1].watermark < rank.work[0].step:
                     break  # The hidden states of this step are not there yet.
                 self.work(index, rank, rank.work.popleft())
                 moved = True
+        for index, rank in enumerate(self.ranks):
+            moved |= self.copy(index, rank)
         while not self.shut_down and self.random.random() > self.lag / 2 and self.lead():
             moved = True
         return moved
@@ -194,8 +209,12 @@ class Cluster:
             return False
         plan = self.leader.apply(entry)
         self.sequencer.planned(empty=plan.empty)
+        self.pins.settle([result.transfer_id for result in entry.settled])
         self.pins.retire([retired.step for retired in entry.retired])
         self.pins.plan(plan)
+        self.seen["copies that failed"] += sum(not result.ok for result in entry.settled)
+        self.seen["loads"] += sum(transfer.kind == "load" for transfer in plan.transfers)
+        self.seen["backups"] += sum(transfer.kind == "backup" for transfer in plan.transfers)
         recount(self.leader)
         self.ranks[0].work.append(plan)
         body = msgspec.msgpack.encode(entry)
@@ -221,14 +240,43 @@ class Cluster:
         rank.work.append(mine)
 
     def work(self, index: int, rank: Rank, plan: Plan) -> None:
-        """Do a step's work; the last stage computes and samples. News is reported, else now and then the watermark."""
+        """Do a step's work; the last stage samples. News is reported, else now and then the watermark."""
+        self.begin(rank, plan, "load")
         finished: tuple[FinishedStep, ...] = ()
-        if plan.spans and index == len(self.ranks) - 1:
-            finished = (FinishedStep(step=plan.step, tokens=self.memory.run(plan, self.truths)),)
+        if plan.spans and (self.world.capacity.host_pages or index == len(self.ranks) - 1):
+            tokens = rank.memory.run(plan, self.truths)
+            finished = (FinishedStep(step=plan.step, tokens=tokens),) if index == len(self.ranks) - 1 else ()
+        self.begin(rank, plan, "backup")
         rank.watermark = plan.step
         if finished or rank.watermark - rank.reported >= self.world.report_steps:
-            rank.reported = rank.watermark
-            self.sequencer.report(Report(rank=index, watermark=plan.step, finished=finished))
+            self.report(index, rank, finished=finished)
+
+    def begin(self, rank: Rank, plan: Plan, kind: str) -> None:
+        """Loads begin before a step's spans are computed, backups after."""
+        for transfer in plan.transfers:
+            if transfer.kind == kind:
+                rank.memory.begin(transfer)
+                rank.copies.append(transfer)
+
+    def copy(self, index: int, rank: Rank) -> bool:
+        """Copies end in any order, at any time, well or not. Returns whether any is under way or has ended."""
+        world, draw, done = self.world, self.random, list[TransferResult]()
+        lag = 0.0 if self.healed else world.copy_lag[index]
+        under_way = bool(rank.copies)
+        for transfer in draw.sample(rank.copies, len(rank.copies)):
+            if draw.random() >= lag and self.in_time(index):
+                rank.copies.remove(transfer)
+                fails = not self.healed and draw.random() < world.copy_fail_rate
+                damage = draw.random() < world.copy_damage_rate
+                ok = not fails and rank.memory.finish(transfer, damage=damage)
+                done.append(TransferResult(transfer_id=transfer.transfer_id, ok=ok))
+        if done:
+            self.report(index, rank, transfers=tuple(done))
+        return under_way
+
+    def report(self, index: int, rank: Rank, **news: tuple) -> None:
+        rank.reported = rank.watermark
+        self.sequencer.report(Report(rank=index, watermark=rank.watermark, **news))
 
     def observe(self) -> None:
         """Look for what must never be, and count what tests want to have seen."""
@@ -236,7 +284,8 @@ class Cluster:
         assert (
             len(leader.in_flight) <= capacity.depth and len(leader.running) <= capacity.max_running_requests
         )
-        patience = capacity.max_running_requests + (policy.OVERTAKEN_MAX if self.world.policy == "lpm" else 0)
+        patient = self.world.policy == "lpm" or capacity.host_pages
+        patience = capacity.max_running_requests + (policy.OVERTAKEN_MAX if patient else 0)
         for sequence in leader.live.values():
             assert sequence.overtaken <= patience, f"overtaken {sequence.overtaken} times"
             client = self.clients[sequence.request.request_id]
@@ -262,7 +311,9 @@ class Cluster:
         client.finish = emission.finish
         if first == len(client.request.delivered_ids):
             client.cached_tokens = emission.cached_tokens
+            self.seen["host hits"] += emission.cached_host_tokens > 0
         assert emission.cached_tokens == client.cached_tokens < len(client.request.prompt_ids) + first
+        assert 0 <= emission.cached_host_tokens <= emission.cached_tokens
         assert emission.retractions == client.retractions
 
     def answer(self, plan: Plan) -> None:
@@ -295,7 +346,7 @@ class Cluster:
                 self.seen["drained under load"] += bool(self.leader.live)
                 self.sequencer.drain(self.now + self.world.drain_ticks)
             self.tick()
-        self.lag = 0.0
+        self.lag, self.healed = 0.0, True
         self.settle()
         if not self.sequencer.draining:
             assert not self.leader.live, f"requests {list(self.leader.live)} never ended"
@@ -313,7 +364,8 @@ class Cluster:
         still = 0
         while still < 3:
             still = 0 if self.tick() or self.now <= self.world.frozen_to else still + 1
-            assert self.leader.step <= last, f"{len(self.leader.live)} requests do not end"
+            copies = self.seen["loads"] + self.seen["backups"]
+            assert self.leader.step <= last + copies, f"{len(self.leader.live)} requests do not end"
 
     def check_end(self) -> None:
         for client in self.clients.values():
@@ -324,8 +376,30 @@ class Cluster:
         for rank in self.ranks:
             recount(rank.scheduler)
             assert rank.scheduler.books().protected == 0 and not rank.scheduler.in_flight
+            assert not rank.scheduler.hicache.under_way and not rank.scheduler.loading
             assert rank.scheduler.digest == self.leader.digest
-        self.seen["evicted"] = self.leader.cache.pages_evicted
+            self.check_cache(rank)
+        cache = self.leader.cache
+        self.seen["evicted"] = cache.device.pages_evicted
+        self.seen["demoted"] = cache.device.pages_kept
+        self.seen["evicted from the host"] = cache.host.pages_evicted - cache.host.pages_kept
+        self.seen["mirrors dropped"] = cache.host.pages_kept
+
+    def check_cache(self, rank: Rank) -> None:
+        """Every page that a tier says it holds holds on this rank what its path spells; damage is known as such."""
+        size, cache, memory = self.world.capacity.page_size, rank.scheduler.cache, rank.memory
+        for node in cache.nodes() if self.world.capacity.host_pages else ():
+            path = [each for _, each in cache.path(node)]
+            salt, ids = path[0].edge[: -size * 4], array("I", b"".join(each.key for each in path))
+            chains = [zlib.crc32(salt) + 1]
+            for token_id in ids:
+                chains.append(extend_chain(chains[-1], token_id))
+            begin = len(ids) // size - node.page_count
+            for tier, pages in ((DEVICE, memory.pages), (HOST, memory.host_pages)):
+                for place, page in enumerate(node.held[tier], start=begin):
+                    right = chains[place * size + 1 : (place + 1) * size + 1]
+                    known_bad = tier == HOST and page in memory.damaged
+                    assert pages[page] == right or known_bad, f"tier {tier} page {page} holds other rows"
 
     def check_client(self, client: Client) -> None:
         """An end that nobody forced is the oracle's; a forced one comes after a prefix of the oracle's answer."""

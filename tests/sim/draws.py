@@ -24,6 +24,7 @@ class World:
     queued_max: int
     arrival_rate: float
     repeat_rate: float
+    prompt_lengths: tuple[int, ...]
     salt_rate: float
     abort_rate: float
     abort_new_rate: float
@@ -42,6 +43,11 @@ class World:
     """This rank does nothing from `frozen_from` until `frozen_to`, in ticks."""
     frozen_from: int
     frozen_to: int
+    copy_lag: tuple[float, ...]
+    """By rank: chance that a copy which could end in a tick does not."""
+    copy_fail_rate: float
+    copy_damage_rate: float
+    """Backups that leave a damaged page, which only its checksum tells."""
     drain_tick: int | None
     drain_ticks: int
     """How long a drain leaves to requests before it aborts them."""
@@ -52,6 +58,12 @@ def draw_world(draw: Random, ticks: int) -> World:
     ranks = draw.choice((1, 2, 2, 3, 4, 5, 8))
     page_size = draw.choice((1, 2, 4, 16))
     tokens = draw.choice((32, 48, 64, 96, 160, 400, 800))
+    host_tokens = draw.choice((0, 0, 16, 64, 200, 1000, 4000))
+    # Half of the worlds with a host tier make good use of it: known prompts, and more of them than the device holds.
+    kind = host_tokens > 0 and draw.random() < 0.5
+    if kind:
+        tokens, host_tokens = draw.choice((64, 96, 160)), draw.choice((200, 400, 4000))
+    slow = draw.choice((0.0, 0.0, 0.9, 0.97))  # Of the copies of some ranks.
     frozen = draw.random() < 0.2
     frozen_from = draw.randrange(ticks)
     return World(
@@ -64,12 +76,15 @@ def draw_world(draw: Random, ticks: int) -> World:
             depth=draw.choice((1, ranks, ranks, ranks + 1)),
             context_length=draw.choice((30, 200, 200)),
             growth_tokens=draw.choice((0, 0, 0, 8, 64)),
+            host_pages=host_tokens // page_size,
+            write_policy=draw.choice(("write_through", "write_through_selective", "write_back")),
         ),
         policy=draw.choice(("fcfs", "lpm")),
         cache_prefixes=draw.random() < 0.9,
         queued_max=draw.choice((3, 50)),
-        arrival_rate=draw.choice((0.1, 0.3, 0.6)),
-        repeat_rate=draw.choice((0.0, 0.3)),
+        arrival_rate=0.3 if kind else draw.choice((0.1, 0.3, 0.6)),
+        repeat_rate=0.7 if kind else draw.choice((0.0, 0.3)),
+        prompt_lengths=(15, 33, 60, 90) if kind else (1, 2, 15, 16, 17, 33, 90),
         salt_rate=draw.choice((0.0, 0.0, 0.5)),
         abort_rate=draw.choice((0.0, 0.0, 0.02, 0.1)),
         abort_new_rate=draw.choice((0.0, 0.0, 0.3)),
@@ -77,11 +92,14 @@ def draw_world(draw: Random, ticks: int) -> World:
         storm_rate=draw.choice((0.0, 0.0, 0.0, 0.03)),
         finish_rate=draw.choice((0.0, 0.05)),
         flush_rate=draw.choice((0.0, 0.03)),
-        lag=draw.choice((0.1, 0.5, 0.9)),
+        lag=draw.choice((0.1, 0.1, 0.5) if kind else (0.1, 0.5, 0.9)),
         report_steps=draw.choice((1, 16)),
         frozen_rank=draw.randrange(ranks),
         frozen_from=frozen_from if frozen else ticks,
         frozen_to=frozen_from + 100 if frozen else ticks,
+        copy_lag=tuple(draw.choice((0.0, 0.0, 0.0, 0.5, slow)) for _ in range(ranks)),
+        copy_fail_rate=draw.choice((0.0, 0.0, 0.0, 0.03, 0.3)),
+        copy_damage_rate=draw.choice((0.0, 0.0, 0.1)),
         drain_tick=draw.randrange(ticks) if draw.random() < 0.2 else None,
         drain_ticks=draw.choice((0, 20, 10**9)),
     )
@@ -99,7 +117,7 @@ def draw_requests(
         if known and draw.random() < 0.6:
             prompt = draw.choice(known)
             prompt = prompt[: draw.randint(0, len(prompt))]
-        prompt += tuple(draw.randrange(VOCABULARY) for _ in range(draw.choice((1, 2, 15, 16, 17, 33, 90))))
+        prompt += tuple(draw.randrange(VOCABULARY) for _ in range(draw.choice(world.prompt_lengths)))
     delivered = tuple(draw.randrange(VOCABULARY) for _ in range(draw.choice((0, 0, 0, 3))))
     new = len(delivered) + draw.choice((0, 1, 2, 5, 40, 120, 120))
     if draw.random() < 0.9:  # Mostly such that it fits, often exactly.

@@ -15,7 +15,7 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.types import FinishReason, Plan, Request, SamplingParams, Span
+from engine.types import FinishReason, Plan, Request, SamplingParams, Span, Transfer
 
 VOCABULARY = 7
 """Few ids, so that prompts share prefixes by chance and stop tokens come up often."""
@@ -96,12 +96,39 @@ def oracle(request: Request) -> tuple[list[int], FinishReason]:
 
 
 class ShadowMemory:
-    """One stage's pages, and the arithmetic of a step."""
+    """One stage's pages in both tiers, and the arithmetic of a step. `reports` on the stage that samples."""
 
-    def __init__(self, page_size: int, page_count: int) -> None:
+    def __init__(
+        self, page_size: int, page_count: int, host_page_count: int = 0, *, reports: bool = True
+    ) -> None:
         self.page_size = page_size
         self.pages = [[0] * page_size for _ in range(page_count)]
+        self.host_pages = [[0] * page_size for _ in range(host_page_count)]
+        self.damaged: set[int] = set()
         self.written: dict[int, tuple[int, int]] = {}
+        self._reports = reports
+
+    def begin(self, transfer: Transfer) -> None:
+        """A copy begins: from now on its targets hold neither what they held nor what they will."""
+        loads = transfer.kind == "load"
+        for page in transfer.device_pages if loads else transfer.host_pages:
+            (self.pages if loads else self.host_pages)[page] = [-1 - transfer.transfer_id] * self.page_size
+
+    def finish(self, transfer: Transfer, *, damage: bool = False) -> bool:
+        """A copy's bytes arrive, those of a backup perhaps damaged; a load that finds damage has failed."""
+        for device, host in zip(transfer.device_pages, transfer.host_pages, strict=True):
+            if transfer.kind == "backup":
+                self.host_pages[host] = list(self.pages[device])
+                self.damaged.discard(host)
+            elif host in self.damaged:
+                return False
+            else:
+                self.pages[device] = list(self.host_pages[host])
+                self.written[device] = (0, 0)
+        if damage and transfer.kind == "backup":
+            self.host_pages[transfer.host_pages[-1]][0] ^= 1
+            self.damaged.add(transfer.host_pages[-1])
+        return True
 
     def run(self, plan: Plan, truths: dict[int, Truth]) -> tuple[int, ...]:
         """Compute a step; returns its sampled tokens."""
@@ -119,7 +146,8 @@ class ShadowMemory:
                     f"step {plan.step}: request {span.request_id} names page {page}, "
                     f"which request {request_id} fills in the same step"
                 )
-            self._tell_positions(span, truth)
+            if self._reports:
+                self._tell_positions(span, truth)
             assert (span.sample is not None) == (span.end == len(truth.ids)), "sampled in the wrong place"
             if span.sample is not None:
                 sample = span.sample
@@ -164,13 +192,19 @@ class Pins:
 
     page_size: int
     steps: deque[tuple[int, dict[int, int]]] = field(default_factory=deque)
+    copies: dict[int, Transfer] = field(default_factory=dict)
 
     def retire(self, steps: list[int]) -> None:
         for step in steps:
             assert self.steps.popleft()[0] == step
 
+    def settle(self, transfer_ids: list[int]) -> None:
+        for transfer_id in transfer_ids:
+            del self.copies[transfer_id]
+
     def plan(self, plan: Plan) -> None:
-        """Check a new plan against the steps in flight, then pin what it names (0: named by several requests)."""
+        """Check a new plan against the steps and copies under way, then pin what it names (0: by several requests)."""
+        self._plan_copies(plan)
         named: dict[int, int] = {}
         for span in plan.spans:
             for page in span.pages:
@@ -184,3 +218,29 @@ class Pins:
                         f"step {plan.step}: request {span.request_id} writes page {page}, "
                         f"which step {step} names for another and has not retired"
                     )
+
+    def _plan_copies(self, plan: Plan) -> None:
+        """No page that a copy writes is named by anybody else, and none that it reads is written."""
+        named = {page for _, pages in self.steps for page in pages}
+        named |= {page for span in plan.spans for page in span.pages}
+        written = {page for span in plan.spans for page in span.pages[span.start // self.page_size :]}
+        for transfer in plan.transfers:
+            assert transfer.host_pages and len(transfer.host_pages) == len(transfer.device_pages)
+            loads = transfer.kind == "load"
+            for other in self.copies.values():
+                if loads or other.kind == "load":
+                    assert not set(transfer.device_pages) & set(other.device_pages), (transfer, other)
+                if not loads or other.kind == "backup":
+                    assert not set(transfer.host_pages) & set(other.host_pages), (transfer, other)
+            self.copies[transfer.transfer_id] = transfer
+        begun = [transfer.transfer_id for transfer in plan.transfers]
+        for transfer in self.copies.values():
+            pages = set(transfer.device_pages)
+            if transfer.kind == "load":
+                assert not pages & named, (
+                    f"step {plan.step}: pages {pages & named} are named while {transfer} fills them"
+                )
+            elif transfer.transfer_id not in begun:  # A backup of this very plan reads what the plan writes.
+                assert not pages & written, (
+                    f"step {plan.step}: pages {pages & written} are written while {transfer} reads"
+                )

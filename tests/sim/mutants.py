@@ -135,7 +135,11 @@ MUTANTS = [
         (SCHEDULER, "if self._cache_prefixes:", "if True:"),
         # Admission and retraction.
         (SCHEDULER, "if need + policy.committed_pages(self.running, self.capacity) > room", "if need > room"),
-        (SCHEDULER, "self.cache.pages_unlocked - found.evictable_pages", "self.cache.pages_unlocked"),
+        (
+            SCHEDULER,
+            "self.cache.device.pages_unlocked - found.evictable_pages",
+            "self.cache.device.pages_unlocked",
+        ),
         (SCHEDULER, "other.overtaken += 1", "pass"),
         (SCHEDULER, "if sequence.cached_tokens < 0:", "if True:"),
         (SCHEDULER, "min(sequence.computed, sequence.prompt_length)", "sequence.computed"),

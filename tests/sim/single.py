@@ -23,12 +23,14 @@ from engine.types import (
     RetiredStep,
     SamplingParams,
     Span,
+    Transfer,
+    TransferResult,
 )
 from tests.sim.model import Pins, ShadowMemory, Truth
 from tests.sim.recount import recount
 
 
-def capacity(**changes: int) -> Capacity:
+def capacity(**changes: Any) -> Capacity:
     """Counts of a small cluster with one step in flight: 64 pages of 4 tokens."""
     counts = {
         "page_size": 4,
@@ -66,10 +68,13 @@ def request(
 class Driver:
     """Applies entries and answers its own sampling spans, by a rule that a test may change."""
 
-    def __init__(self, *, policy: str = "fcfs", cache_prefixes: bool = True, **changes: int) -> None:
+    def __init__(self, *, policy: str = "fcfs", cache_prefixes: bool = True, **changes: Any) -> None:
         self.scheduler = Scheduler(capacity(**changes), schedule_policy=policy, cache_prefixes=cache_prefixes)
-        self.memory = ShadowMemory(self.scheduler.capacity.page_size, self.scheduler.capacity.device_pages)
-        self.pins = Pins(self.scheduler.capacity.page_size)
+        counts = self.scheduler.capacity
+        self.memory = ShadowMemory(counts.page_size, counts.device_pages, counts.host_pages)
+        self.pins = Pins(counts.page_size)
+        self.copies: dict[int, Transfer] = {}
+        self.cached_host: dict[int, int] = {}
         self.truths: dict[int, Truth] = {}
         self.token: Callable[[Span], int] = lambda span: 100 + span.end
         self.in_flight: deque[Plan] = deque()
@@ -81,18 +86,27 @@ class Driver:
         self,
         *arrivals: Request,
         retire: int = 1000,
+        settle: int = 1000,
+        fail: bool = False,
         aborts: Sequence[int] = (),
         finishes: Sequence[Finish] = (),
         flush: bool = False,
     ) -> Plan:
-        """Apply one entry. It retires at most `retire` of the steps in flight, the oldest first."""
+        """Apply one entry. It retires at most `retire` of the steps in flight and settles at most `settle` of the
+        copies under way, the oldest first; with `fail` these have failed."""
         retired = []
         while self.in_flight and len(retired) < retire:
             plan = self.in_flight.popleft()
             tokens = tuple(self.token(span) for span in plan.spans if span.sample is not None)
             retired.append(RetiredStep(step=plan.step, tokens=tokens))
+        settled = []
+        for transfer_id, transfer in list(self.copies.items())[:settle]:
+            ok = not fail and self.memory.finish(self.copies.pop(transfer_id))
+            self.copies.pop(transfer_id, None)
+            settled.append(TransferResult(transfer_id=transfer.transfer_id, ok=ok))
         entry = Entry(
             step=self.scheduler.step + 1,
+            settled=tuple(settled),
             retired=tuple(retired),
             finishes=tuple(finishes),
             arrivals=arrivals,
@@ -109,18 +123,27 @@ class Driver:
             for token in emission.tokens:
                 self.truths[emission.request_id].append(token)
             self.cached[emission.request_id] = emission.cached_tokens
+            self.cached_host[emission.request_id] = emission.cached_host_tokens
             if emission.finish is not None:
                 self.ends[emission.request_id] = emission.finish
         self.pins.retire([step.step for step in retired])
+        self.pins.settle([result.transfer_id for result in settled])
         self.pins.plan(plan)
+        for transfer in plan.transfers:
+            self.copies[transfer.transfer_id] = transfer
+            if transfer.kind == "load":
+                self.memory.begin(transfer)
         self.memory.run(plan, self.truths)
+        for transfer in plan.transfers:
+            if transfer.kind == "backup":
+                self.memory.begin(transfer)
         return plan
 
     def run(self, *arrivals: Request, steps_max: int = 1000) -> int:
         """Step until nothing lives; returns how many steps that took."""
         self.step(*arrivals)
         steps = 1
-        while self.scheduler.live or self.in_flight:
+        while self.scheduler.live or self.in_flight or self.copies:
             self.step()
             steps += 1
             assert steps < steps_max, f"requests {list(self.scheduler.live)} do not end"

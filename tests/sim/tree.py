@@ -43,7 +43,7 @@ class Cache:
 
     def evicted(self, count: int) -> list[int]:
         before = set(self.allocator.free_pages())
-        self.tree.evict(count)
+        self.tree.evict(self.tree.device, count)
         return [page for page in self.allocator.free_pages() if page not in before]
 
 
@@ -175,7 +175,7 @@ class Play:
         count = self.draw.randint(0, 9)
         free = len(self.cache.allocator.free_pages())
         right = self.model.evict(count, self.model.locked(self.holders))
-        assert self.cache.tree.evict(count) == len(right)
+        assert self.cache.tree.evict(self.cache.tree.device, count) == len(right)
         assert self.cache.allocator.free_pages()[free:] == right
 
     def peek(self) -> None:
@@ -204,11 +204,11 @@ class Play:
         held: dict[Prefix, int] = {}
         for node in tree.nodes():
             salt, path = self.path(node)
-            for index, page in enumerate(reversed(node.pages)):
+            for index, page in enumerate(reversed(node.held[0])):
                 held[(salt, path[: len(path) - index * self.model.width])] = page
         assert held == {prefix: entry.page for prefix, entry in self.model.pages.items()}
-        assert tree.pages_total == len(held)
-        assert tree.pages_unlocked == sum(prefix not in locked for prefix in held)
+        assert tree.device.pages_total == len(held)
+        assert tree.device.pages_unlocked == sum(prefix not in locked for prefix in held)
         own = [page for holder in self.holders for page in holder.pages]
         for page in range(40):
             assert self.cache.allocator.references[page] == own.count(page) + list(held.values()).count(page)
