@@ -1,8 +1,9 @@
 """The configuration: one frozen dataclass. Flags, their help and their checks are made from its fields.
 
 `parse_flags` turns a command line into an `EngineConfig` or raises `ConfigError`, whose text is one line that
-names the flag, the value and what is allowed. Nothing here reads the model or the machine; what is left to
-`None` ("auto") is settled at the start, once, and then agreed by all ranks.
+names the flag, the value and what is allowed; `read_flags` does so for any dataclass made of `flag` fields. Nothing
+here reads the model or the machine; what is left to `None` ("auto") is settled at the start, once, and then agreed
+by all ranks.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Flags = TypeVar("_Flags", bound="DataclassInstance")
 
 
 class ConfigError(ValueError):
     """A flag's value is not allowed. The text is one line for the operator."""
 
 
-def _flag(default: Any, group: str, text: str, *, low: float | None = None, high: float | None = None) -> Any:
+def flag(default: Any, group: str, text: str, *, low: float | None = None, high: float | None = None) -> Any:
     """A field that becomes a flag: its group in `--help`, its help text and the range of allowed numbers."""
     return field(default=default, metadata={"group": group, "help": text, "low": low, "high": high})
 
@@ -31,64 +37,62 @@ class EngineConfig:
     """What the operator asked for. Names are those people know from SGLang; GB are decimal and per rank."""
 
     # ---- model ----
-    model_path: str | None = _flag(
+    model_path: str | None = flag(
         None, "model", "a Hugging Face folder, a .gguf file or a hub id; absent: SmolLM2-135M-Instruct"
     )
-    served_model_name: str | None = _flag(None, "model", "the name clients use; absent: the path's last part")
-    load_format: Literal["auto", "dummy"] = _flag(
+    served_model_name: str | None = flag(None, "model", "the name clients use; absent: the path's last part")
+    load_format: Literal["auto", "dummy"] = flag(
         "auto", "model", "dummy gives seeded random weights for any config.json"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = _flag(
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto",
         "model",
         "of weights and arithmetic; auto is bfloat16 on CUDA and on CPUs with bf16 units, else float32",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = _flag(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto", "model", "of cached keys and values; auto is --dtype"
     )
-    context_length: int | None = _flag(
+    context_length: int | None = flag(
         None, "model", "most tokens of prompt and output; absent: the model's", low=2
     )
-    random_seed: int | None = _flag(
+    random_seed: int | None = flag(
         None, "model", "seed of requests that bring none; absent: drawn and printed", low=0, high=2**63 - 1
     )
 
     # ---- HTTP ----
-    host: str = _flag("127.0.0.1", "http", "address to listen on")
-    port: int = _flag(30000, "http", "port to listen on; 0 takes a free one and prints it", low=0, high=65535)
-    api_key: str | None = _flag(
+    host: str = flag("127.0.0.1", "http", "address to listen on")
+    port: int = flag(30000, "http", "port to listen on; 0 takes a free one and prints it", low=0, high=65535)
+    api_key: str | None = flag(
         None, "http", "clients must send it as a bearer token on all but /health and /ready"
     )
-    max_queued_requests: int = _flag(
-        1024, "http", "most waiting requests; beyond it the answer is 429", low=1
-    )
+    max_queued_requests: int = flag(1024, "http", "most waiting requests; beyond it the answer is 429", low=1)
 
     # ---- parallelism ----
-    pp_size: int = _flag(1, "parallelism", "pipeline stages: slices of layers", low=1, high=1024)
-    tp_size: int = _flag(1, "parallelism", "ranks per stage: slices of each layer", low=1, high=1024)
-    pp_layer_partition: tuple[int, ...] | None = _flag(
+    pp_size: int = flag(1, "parallelism", "pipeline stages: slices of layers", low=1, high=1024)
+    tp_size: int = flag(1, "parallelism", "ranks per stage: slices of each layer", low=1, high=1024)
+    pp_layer_partition: tuple[int, ...] | None = flag(
         None,
         "parallelism",
         "layers of each stage, e.g. 20,20,19,19; absent: even, the last stages take the rest",
     )
-    device: Literal["auto", "cpu", "cuda"] = _flag(
+    device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "parallelism", "auto is cuda if there is one, else cpu"
     )
-    threads_per_rank: int | None = _flag(
+    threads_per_rank: int | None = flag(
         None, "parallelism", "CPU threads of a rank; absent: cores // ranks of this machine", low=1
     )
-    link_address: str | None = _flag(
+    link_address: str | None = flag(
         None,
         "parallelism",
         "this machine's address for links to ranks on other machines (needs LOCKSTEP_SECRET); absent: unix sockets",
     )
 
     # ---- memory ----
-    page_size: int = _flag(16, "memory", "tokens of one cache page", low=1, high=4096)
-    max_total_tokens: int | None = _flag(
+    page_size: int = flag(16, "memory", "tokens of one cache page", low=1, high=4096)
+    max_total_tokens: int | None = flag(
         None, "memory", "tokens of the device cache; absent: from the memory budget", low=1
     )
-    mem_fraction_static: float | None = _flag(
+    mem_fraction_static: float | None = flag(
         None,
         "memory",
         "share of device memory for weights and cache; absent: 0.85 on CUDA; on CPU 4 GB or 25 % of what is available, "
@@ -96,13 +100,13 @@ class EngineConfig:
         low=0.01,
         high=0.99,
     )
-    disable_radix_cache: bool = _flag(False, "memory", "compute every prompt anew")
+    disable_radix_cache: bool = flag(False, "memory", "compute every prompt anew")
 
     # ---- host tier ----
-    enable_hierarchical_cache: bool = _flag(
+    enable_hierarchical_cache: bool = flag(
         False, "host tier", "keep prefixes that leave the device cache in host memory"
     )
-    hicache_size: float = _flag(
+    hicache_size: float = flag(
         0.0,
         "host tier",
         "GB (10^9 bytes) of host memory for each rank; the ranks then agree on the least number of tokens; 0: by "
@@ -110,63 +114,69 @@ class EngineConfig:
         low=0,
         high=10**6,
     )
-    hicache_ratio: float = _flag(
+    hicache_ratio: float = flag(
         2.0, "host tier", "host tokens per device token, when --hicache-size is 0", low=0.001, high=10**6
     )
-    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = _flag(
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = flag(
         "write_through",
         "host tier",
         "when pages are copied to the host: computed first, prefix seen twice, or about to be evicted",
     )
-    disable_hicache_checksum: bool = _flag(
+    disable_hicache_checksum: bool = flag(
         False, "host tier", "do not verify the checksum of host pages when they are loaded back"
     )
-    debug_unagreed_hicache: bool = _flag(
+    debug_unagreed_hicache: bool = flag(
         False, "host tier", "let every stage keep its own host capacity, to see what comes of it"
     )
 
     # ---- scheduling ----
-    max_running_requests: int | None = _flag(
+    max_running_requests: int | None = flag(
         None,
         "scheduling",
         "most sequences at once; absent: device tokens // 512, from 1 to 256",
         low=1,
         high=4096,
     )
-    chunked_prefill_size: int | None = _flag(
+    chunked_prefill_size: int | None = flag(
         None,
         "scheduling",
         "most rows of one step; -1 turns chunking off; absent: 512 on CPU, 4096 on CUDA",
         low=-1,
     )
-    schedule_policy: Literal["fcfs", "lpm"] = _flag(
+    schedule_policy: Literal["fcfs", "lpm"] = flag(
         "fcfs",
         "scheduling",
         "order of waiting requests: first come first served, or longest cached prefix first",
     )
 
     # ---- operation ----
-    watchdog_timeout: float = _flag(
+    watchdog_timeout: float = flag(
         60.0, "operation", "seconds without progress after which /health is 503", low=0.1, high=86400
     )
-    drain_timeout: float = _flag(
+    drain_timeout: float = flag(
         30.0, "operation", "seconds that SIGTERM leaves to running requests", low=0, high=86400
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _flag(
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
         "info", "operation", "how much the ranks log"
     )
 
 
 def parse_flags(arguments: Iterable[str], *, program: str = "server.py") -> EngineConfig:
     """Read a command line. Raises ConfigError with one line; `--help` prints and exits with 0."""
-    parser = _Parser(
-        prog=program,
-        description="Serve a language model over pipeline stages that stay in agreement.",
-        allow_abbrev=False,
-    )
-    hints = typing.get_type_hints(EngineConfig)
+    purpose = "Serve a language model over pipeline stages that stay in agreement."
+    return check(read_flags(EngineConfig, arguments, program=program, purpose=purpose))
+
+
+def read_flags(kind: type[_Flags], arguments: Iterable[str], *, program: str, purpose: str) -> _Flags:
+    """Read a command line into a dataclass whose fields are made by `flag`. Raises ConfigError; `--help` exits with 0.
+
+    Each value is checked by itself; what no single flag shows is the caller's to check.
+    """
+    parser = _Parser(prog=program, description=purpose, allow_abbrev=False)
+    parser.flags = [flag_name(item.name) for item in dataclasses.fields(kind)]
+    hints = typing.get_type_hints(kind)
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for item in dataclasses.fields(EngineConfig):
+    for item in dataclasses.fields(kind):
         group_name = item.metadata["group"]
         if group_name not in groups:
             groups[group_name] = parser.add_argument_group(group_name)
@@ -181,20 +191,25 @@ def parse_flags(arguments: Iterable[str], *, program: str = "server.py") -> Engi
             )
     given = vars(parser.parse_args([_with_hyphens(argument) for argument in arguments]))
     values: dict[str, Any] = {}
-    for item in dataclasses.fields(EngineConfig):
+    for item in dataclasses.fields(kind):
         text = given[item.name]
         if text is True or text is None or text is False:
             values[item.name] = text if text is True else item.default
         else:
             values[item.name] = _read(item, hints[item.name], text)
-    return check(EngineConfig(**values))
+    return kind(**values)
+
+
+def check_values(config: DataclassInstance) -> None:
+    """Check type and range of each field by itself, for values made in code. Raises ConfigError."""
+    hints = typing.get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        _check_value(item, hints[item.name], getattr(config, item.name))
 
 
 def check(config: EngineConfig) -> EngineConfig:
     """Check what no single flag shows, and types and ranges for configurations made in code. Raises ConfigError."""
-    hints = typing.get_type_hints(EngineConfig)
-    for item in dataclasses.fields(EngineConfig):
-        _check_value(item, hints[item.name], getattr(config, item.name))
+    check_values(config)
     if config.chunked_prefill_size not in (None, -1) and config.chunked_prefill_size < config.page_size:
         raise ConfigError(
             f"--chunked-prefill-size {config.chunked_prefill_size}: allowed is -1 (off) "
@@ -263,12 +278,14 @@ def flag_name(field_name: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """argparse whose complaints are one ConfigError."""
 
+    flags: Sequence[str] = ()
+    """All there are, to find the one that was meant."""
+
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = unknown.split()[0].split("=")[0]
-            flags = [flag_name(item.name) for item in dataclasses.fields(EngineConfig)]
-            near = difflib.get_close_matches(word, flags, n=1)
+            near = difflib.get_close_matches(word, self.flags, n=1)
             message = f"{word}: no such flag" + (
                 f"; did you mean {near[0]}?" if near else "; --help lists them all"
             )

@@ -252,6 +252,7 @@ class StubLeader:
             first_position=first,
             tokens=tuple(tokens),
             cached_tokens=(length - 1) // 16 * 16,
+            cached_host_tokens=16 if length > 64 else 0,
             finish=finish,
             prompt_logprobs=tuple(
                 _logprob(p, request.prompt_ids[p], sampling.top_logprobs) for p in prompt if wanted

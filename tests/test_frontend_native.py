@@ -53,9 +53,17 @@ def test_one_text_gets_one_object(client):
         "prompt_tokens": 2,
         "completion_tokens": 8,
         "cached_tokens": 0,
+        "cached_tokens_details": None,
         "num_retractions": 0,
         "weight_version": "default",
     }
+
+
+def test_cached_tokens_are_told_by_tier(client):
+    """Of 70 tokens the stub finds 64 in the cache, 16 of them on the host."""
+    answer = client.post("/generate", json={"text": "x" * 70, "sampling_params": GREEDY}).json()
+    assert answer["meta_info"]["cached_tokens"] == 64
+    assert answer["meta_info"]["cached_tokens_details"] == {"device": 48, "host": 16}
 
 
 def test_a_batch_or_n_gets_a_list(client):

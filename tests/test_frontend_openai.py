@@ -49,6 +49,17 @@ def test_a_chat_answers_with_usage(client):
     assert answer.usage.prompt_tokens_details.cached_tokens == 16
 
 
+def test_cached_tokens_by_tier_come_when_asked_for(client):
+    """Two prompts of 70 and 10 tokens: the stub finds 64 and 0 of them, 16 on the host; choices count once."""
+    ask = {"model": "stub", "prompt": ["x" * 70, "y" * 10], "n": 2, "max_tokens": 2}
+    answer = client.completions.create(**ask, extra_body={"return_cached_tokens_details": True})
+    assert answer.model_extra["sglext"] == {"cached_tokens_details": {"device": 48, "host": 16}}
+    assert "sglext" not in (client.completions.create(**ask).model_extra or {})
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.completions.create(**ask, **options, extra_body={"return_cached_tokens_details": True})
+    assert last.model_extra["sglext"] == {"cached_tokens_details": {"device": 48, "host": 16}}
+
+
 def test_a_streamed_chat_is_the_role_the_text_one_end_and_the_usage(client):
     stream = client.chat.completions.create(
         model="stub",

@@ -21,7 +21,18 @@ SOURCES = {
 
 DECIDING = [name for name in SOURCES if name.startswith("engine/scheduler/")]
 DECIDING += [name for name in SOURCES if name.startswith("engine/mem_cache/") and "/pool/" not in name]
-PURE_ALONE = ("types", "config", "topology", "planner", "replay", "model/spec", "mem_cache/sizing")
+PURE_ALONE = (
+    "types",
+    "config",
+    "topology",
+    "planner",
+    "capacity_plan",
+    "layer_split",
+    "replay",
+    "model/spec",
+    "model/cache_shapes",
+    "mem_cache/sizing",
+)
 PURE = [*DECIDING, *(f"engine/{name}.py" for name in PURE_ALONE if f"engine/{name}.py" in SOURCES)]
 OUTSIDE = {
     "torch",
@@ -42,6 +53,7 @@ OPEN_TO_ALL = {
     "engine.topology",
     "engine.mem_cache.sizing",
     "engine.model.spec",
+    "engine.model.cache_shapes",
 }
 MEETING_POINTS = ("engine/stage.py", "engine/leader.py", "engine/llm.py", "engine/replay.py")
 PICKLING = ("send_pyobj", "recv_pyobj", "all_gather_object", "gather_object", "scatter_object_list")

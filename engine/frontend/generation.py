@@ -96,6 +96,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.output_logprobs: list[TokenLogprob] = []
         self.cached_tokens = 0
+        self.cached_host_tokens = 0
         self.retractions = 0
         self.finish: FinishReason | None = None
         self._text = OutputText(
@@ -106,6 +107,13 @@ class Sequence:
         self._texts: list[str] = []
         self._started = time.monotonic()
         self._ended = self._started
+
+    @property
+    def cached_tokens_by_tier(self) -> dict[str, int] | None:
+        """Where the cached part of the prompt lay, in tokens; None when nothing was cached."""
+        if not self.cached_tokens:
+            return None
+        return {"device": self.cached_tokens - self.cached_host_tokens, "host": self.cached_host_tokens}
 
     @property
     def text(self) -> str:
@@ -174,6 +182,7 @@ class Sequence:
         self.prompt_logprobs += emission.prompt_logprobs
         if emission.tokens or finish is not None:  # log probabilities of a prompt come without the counts
             self.cached_tokens = emission.cached_tokens
+            self.cached_host_tokens = emission.cached_host_tokens
             self.retractions = emission.retractions
         if finish is not None:
             self.finish = finish

@@ -272,6 +272,7 @@ class _NativeShape:
             "prompt_tokens": len(sequence.ask.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
             "cached_tokens": sequence.cached_tokens,
+            "cached_tokens_details": sequence.cached_tokens_by_tier,
             "num_retractions": sequence.retractions,
             "weight_version": "default",
         }

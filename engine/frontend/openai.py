@@ -79,6 +79,7 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     cache_salt: Label | None = None
+    return_cached_tokens_details: bool | None = None
 
 
 class CompletionBody(_Body, kw_only=True, frozen=True):
@@ -336,5 +337,6 @@ def _envelope(body: _Body, call_id: str, generation: Generation, whole: str, chu
         choices_per_prompt=body.n or 1,
         usage_last=bool(options.include_usage),
         usage_always=bool(options.continuous_usage_stats),
+        tiers=bool(body.return_cached_tokens_details),
         sequences=generation.sequences,
     )

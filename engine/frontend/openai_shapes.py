@@ -31,11 +31,13 @@ class Envelope:
     """A last event tells the usage."""
     usage_always: bool
     """Every event tells the usage so far."""
+    tiers: bool
+    """The answer tells, beside the usage, in which tier of the cache each part of the prompt lay."""
     sequences: tuple[Sequence, ...]
 
     def answer(self, choices: list[Any]) -> dict[str, Any]:
         """A whole answer."""
-        return self._object(self.whole, choices) | {"usage": self._usage()}
+        return self._object(self.whole, choices) | {"usage": self._usage()} | self._tiers()
 
     def event(self, choice: dict[str, Any]) -> dict[str, Any]:
         """One event of a stream."""
@@ -45,7 +47,7 @@ class Envelope:
     def closing(self) -> Iterator[dict[str, Any]]:
         """The usage at a stream's end, if asked for; it has no choices."""
         if self.usage_last:
-            yield self._object(self.chunk, []) | {"usage": self._usage()}
+            yield self._object(self.chunk, []) | {"usage": self._usage()} | self._tiers()
 
     def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         return {
@@ -55,6 +57,14 @@ class Envelope:
             "model": self.model,
             "choices": choices,
         }
+
+    def _tiers(self) -> dict[str, Any]:
+        """SGLang's extension `sglext`, if it was asked for: cached tokens of all prompts by tier."""
+        if not self.tiers:
+            return {}
+        firsts = [one.cached_tokens_by_tier or {} for one in self.sequences[:: self.choices_per_prompt]]
+        sums = {tier: sum(one.get(tier, 0) for one in firsts) for tier in ("device", "host")}
+        return {"sglext": {"cached_tokens_details": sums}}
 
     def _usage(self) -> dict[str, Any]:
         """Token counts; a prompt counts once however many choices continue it."""

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from engine.mem_cache.sizing import NO_CONSTRAINT
 from engine.types import Ready
 
 
@@ -16,25 +17,31 @@ def show_ready(ready: Ready, url: str, console: Console | None = None) -> None:
         title=f"{ready.dtype} on {ready.device}, pages of {ready.page_size} tokens", box=box.SIMPLE_HEAD
     )
     several = len({size.host_name for size in ready.stages}) > 1
+    host_tier = any(size.host_tokens for size in ready.stages)
     headings = ["rank", "layers", "B/token", "own tokens", "agreed", "weights", "cache"]
-    for heading in headings + ["machine"] * several:
+    headings += ["own host tokens", "agreed", "host"] * host_tier + ["machine"] * several
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for size in ready.stages:
         row = [
             f"PP{size.pp_rank} TP{size.tp_rank}",
             f"{size.layers[0]}-{size.layers[1] - 1} ({size.layers[1] - size.layers[0]})",
             f"{size.bytes_per_token:,}",
-            f"{size.local_tokens:,}",
+            _tokens(size.local_tokens),
             f"{size.agreed_tokens:,}",
             _gb(size.weight_bytes),
             _gb(size.pool_bytes),
         ]
+        if host_tier:
+            row += [_tokens(size.host_local_tokens), f"{size.host_tokens:,}", _gb(size.host_pool_bytes)]
         table.add_row(*row, *[size.host_name] * several)
     console.print(table)
-    if ready.device == "cpu":
+    on_cpu = ready.device == "cpu"
+    if on_cpu or host_tier:
         for host_name in dict.fromkeys(size.host_name for size in ready.stages):
             here = [size for size in ready.stages if size.host_name == host_name]
-            taken = sum(size.weight_bytes + size.pool_bytes for size in here)
+            taken = sum(size.weight_bytes + size.pool_bytes for size in here) if on_cpu else 0
+            taken += sum(size.host_pool_bytes for size in here)
             available = min(size.machine_available_bytes for size in here)
             console.print(
                 f"memory of {host_name}: {_gb(taken)} taken, of {_gb(available)} that were available",
@@ -45,6 +52,11 @@ def show_ready(ready: Ready, url: str, console: Console | None = None) -> None:
         soft_wrap=True,
         highlight=False,
     )
+
+
+def _tokens(count: int) -> str:
+    """A rank's own number of tokens, if it sets any limit at all."""
+    return "any" if count == NO_CONSTRAINT else f"{count:,}"
 
 
 def _gb(size_bytes: int) -> str:

@@ -63,9 +63,10 @@ def sparse_latent_record_bytes(latent_rank: int, rope_head_dim: int) -> int:
     return latent_rank + latent_rank // SCALE_GROUP * ITEM_BYTES["float32"] + rope_head_dim * 2
 
 
-def indexer_record_bytes(head_dim: int) -> int:
-    """DSA's indexer: one key in fp8 with its scales (128 + 4 = 132)."""
-    return head_dim + head_dim // SCALE_GROUP * ITEM_BYTES["float32"]
+def indexer_record_bytes(head_dim: int, *, item_bytes: int = 1) -> int:
+    """DSA's indexer: one key, in fp8 with its scales (128 + 4 = 132), or in plain numbers of more bytes."""
+    scales = head_dim // SCALE_GROUP if item_bytes == 1 else 0
+    return head_dim * item_bytes + scales * ITEM_BYTES["float32"]
 
 
 def state_record_bytes(
