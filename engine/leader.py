@@ -298,7 +298,9 @@ class Leader:
     def _judge(self, parted: Parted) -> None:
         """A replica's digest is not the leader's: name the step, the ranks and the first field that differs."""
         mine = next((kept for kept in self._vectors if kept[0] == parted.step), None)
-        ranks = f"rank={parted.rank} vs rank=0"
+        tp_size = self._stage.topology.tp_size
+        stage, tp_rank = divmod(parted.rank, tp_size)
+        ranks = f"rank={parted.rank} [PP{stage} TP{tp_rank}] vs rank=0 [PP0 TP0]"
         if mine is None:
             self.failed(
                 ExitCode.DIVERGED, f"DIVERGED step={parted.step} {ranks}: the leader's state is not kept"

@@ -35,6 +35,7 @@ from engine.frontend.link import EngineLink
 from engine.frontend.tokenizer import Tokenizer
 from engine.model.source import open_source, resolve_model
 from engine.topology import Topology
+from engine.types import Ready
 
 SERVER = Path(engine.__file__).parent.parent / "server.py"
 LEAVE_S = 5.0
@@ -114,6 +115,11 @@ class LLM:
         ]
         answers = self._runner.run(self._answer_all(bodies, progress))
         return answers[0] if single else answers
+
+    @property
+    def ready(self) -> Ready:
+        """What the ranks agreed at their start: capacities, and a line for each rank."""
+        return self._front.link.ready.result()
 
     def close(self) -> None:
         """End the ranks. Twice does no harm."""
