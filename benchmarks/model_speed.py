@@ -39,8 +39,13 @@ class Ours:
         spec = source.spec
         self.decoder, self.dtype, self.pages = Decoder(spec, weights), dtype, 1024
         self.pool = DeviceKVPool(
-            spec.layer_count, self.pages, PAGE_SIZE, spec.kv_heads, spec.head_dim, dtype, torch.device("cpu")
-        )
+            spec.layer_count,
+            self.pages,
+            PAGE_SIZE,
+            (2, spec.kv_heads, spec.head_dim),
+            dtype,
+            torch.device("cpu"),
+        ).allocate()
         self.greedy = SamplingParams(max_new_tokens=1, temperature=0.0)
 
     def step(self, *spans: Span) -> tuple[int, ...]:

@@ -5,6 +5,8 @@
 {"memory": {"rank": 1, "bytes": 1000000}}                    that rank believes to have so little for its pool
 {"crash": {"rank": 1, "step": 40}}                           that rank's computing fails at that step or the next
 {"load": {"rank": 1, "seconds": 30}}                         that rank's weights take longer to load
+{"copy": {"rank": 1, "seconds": 0.02, "fail_every": 5}}      its copies between tiers take longer and fail at times
+{"host_memory": {"total": 10000000000, "available": 9000000000}}    every machine seems to have so much memory
 """
 
 from __future__ import annotations
@@ -53,6 +55,25 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float
 
 
+class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Trouble with the copies between tiers of one rank, or of every rank (-1)."""
+
+    rank: int
+    seconds: float = 0.0
+    """How much longer each page takes."""
+    fail_every: int = 0
+    """Every n-th transfer fails, with all its pages copied but the last; 0 for none."""
+    damage_every: int = 0
+    """Every n-th backup leaves a damaged page on the host; 0 for none."""
+
+
+class MachineMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Let every rank believe that its machine has this memory."""
+
+    total: int
+    available: int
+
+
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is to go wrong."""
 
@@ -61,6 +82,12 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Memory | None = None
     crash: Crash | None = None
     load: Load | None = None
+    copy: Copy | None = None
+    host_memory: MachineMemory | None = None
+
+    def copy_of(self, rank: int) -> Copy | None:
+        """The trouble with copies that a rank is to have."""
+        return self.copy if self.copy is not None and self.copy.rank in (rank, -1) else None
 
 
 def read_faults() -> Faults:

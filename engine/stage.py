@@ -25,10 +25,11 @@ from engine.distributed.rendezvous import RankLinks
 from engine.faults import Faults
 from engine.scheduler.digest import show
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.state_vector import counters
 from engine.startup import Started
 from engine.topology import Topology
-from engine.types import Control, Entry, Fatal, FinishedStep, Plan, Report, StageStatus
-from engine.worker import Done, Failed, Worker
+from engine.types import Control, Entry, Fatal, FinishedStep, Plan, Report, StageStatus, TransferResult
+from engine.worker import Copied, Done, Failed, Worker
 
 SILENCE_S = 2.0
 """A rank from which nothing, not even a heartbeat, came for so long is gone."""
@@ -139,6 +140,7 @@ class Stage:
 
     def _take_news(self, role: Role) -> None:
         finished: list[FinishedStep] = []
+        copied: list[TransferResult] = []
         if self.exit_code is not None:
             return
         for news in self.worker.news():
@@ -149,20 +151,30 @@ class Stage:
                     news.capacity,
                     schedule_policy=self.config.schedule_policy,
                     cache_prefixes=not self.config.disable_radix_cache,
+                    host_counts=not self.config.debug_unagreed_hicache,
                 )
                 role.started(news)
             elif isinstance(news, Done):
                 self._finished_step = news.step
                 if news.finished is not None:
                     finished.append(news.finished)
+            elif isinstance(news, Copied):
+                copied.append(news.result)
             elif isinstance(news, Failed):
                 self._fail(role, news.error)
         if self.scheduler is None:
             return
         watermark = self.watermark
-        if finished or watermark - self._reported_step >= WATERMARK_STEPS:
+        if finished or copied or watermark - self._reported_step >= WATERMARK_STEPS:
             self._reported_step = watermark
-            role.report(Report(rank=self.topology.rank, watermark=watermark, finished=tuple(finished)))
+            role.report(
+                Report(
+                    rank=self.topology.rank,
+                    watermark=watermark,
+                    finished=tuple(finished),
+                    transfers=tuple(copied),
+                )
+            )
 
     def _fail(self, role: Role, error: BaseException) -> None:
         """The compute thread has ended: say why in one line, with the exit code that fits."""
@@ -196,15 +208,15 @@ class Stage:
         return self.scheduler.apply(entry)
 
     def work(self, plan: Plan) -> None:
-        """Compute a plan whose digest is agreed."""
-        if plan.spans:
+        """Compute a plan whose digest is agreed, and begin its copies."""
+        if not plan.empty:
             self._queued_step = plan.step
             self.worker.submit(plan)
 
     def status(self) -> StageStatus:
         """This rank's books as of the step it applied last."""
         assert self.scheduler is not None and self.started is not None
-        size = self.started.sizes[self.topology.rank]
+        size, cache = self.started.sizes[self.topology.rank], self.scheduler.cache
         return StageStatus(
             rank=self.topology.rank,
             pp_rank=self.topology.pp_rank,
@@ -212,14 +224,15 @@ class Stage:
             pid=os.getpid(),
             layers=size.layers,
             bytes_per_token=size.bytes_per_token,
-            device=self.scheduler.books(),
-            host=None,
+            device=cache.device.books(cache.page_size),
+            host=cache.host.books(cache.page_size) if cache.host.allocator.page_count else None,
             state=None,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             step=self.scheduler.step,
             digest=show(self.scheduler.digest),
-            counters=self.scheduler.counters(),
+            counters=counters(self.scheduler),
+            bytes_copied=self.worker.bytes_copied(),
         )
 
     def _flip(self, step: int) -> None:

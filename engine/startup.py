@@ -14,7 +14,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +27,20 @@ from engine.config import EngineConfig, flag_name
 from engine.distributed.agreement import Agreement
 from engine.distributed.frames import BODY_BYTES_MAX
 from engine.distributed.launch import Place
-from engine.distributed.memory import HostMemory, MemoryNeed, check_memory, host_memory
+from engine.distributed.memory import HostMemory, host_memory
 from engine.distributed.pipe import HEAD
 from engine.faults import Faults
 from engine.mem_cache.pool.device import DeviceKVPool
+from engine.mem_cache.pool.host import HostKVCache
 from engine.mem_cache.sizing import attention_bytes_per_token, default_running_requests, tokens_for_budget
+from engine.memory_plan import (
+    budget_problem,
+    memory_problem,
+    pool_budget,
+    ranks_per_device,
+    size_host_pool,
+    tell_host_flags,
+)
 from engine.model.batch import Batch
 from engine.model.decoder import Decoder
 from engine.model.readout import read_out
@@ -43,8 +52,6 @@ from engine.types import Capacity, Sample, SamplingParams, Span, StageSize
 LOCAL_FIELDS = ("host", "port", "api_key", "link_address", "log_level", "threads_per_rank", "model_path")
 """Flags that may differ between ranks: they belong to one process or machine. The model is compared by content."""
 WARM_UP_ROWS = 32
-CPU_BUDGET_BYTES = 4 * 10**9
-CUDA_FRACTION = 0.85
 LOADING_S = 3600.0
 """How much longer the slowest rank may read weights than the fastest."""
 
@@ -58,6 +65,9 @@ class Started:
     capacity: Capacity
     decoder: Decoder
     pool: DeviceKVPool
+    host_pool: HostKVCache | None
+    host_checksums: bool
+    """Host pages are verified when they are loaded back."""
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
@@ -102,39 +112,42 @@ class Startup:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         # Nobody passes the handshake, and so nobody loads, before every rank has come to it with its measurement.
-        memory = host_memory()
+        memory = self._machine_memory()
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else memory.available
         agreement.must_equal("handshake", self._must_equal())
 
-        budget = self._budget(free)
-        local_tokens = self._local_tokens(budget)
-        agreement.vote("budget", _budget_problem(local_tokens, budget, self._bytes_per_token, config))
-        tokens = agreement.minimum("device capacity", local_tokens)
-        if self._device.type == "cpu":
-            need = self._weight_bytes + tokens * self._bytes_per_token
-            rows = agreement.gather("memory", (socket.gethostname(), need, memory.total, memory.available))
-            agreement.vote("memory verdict", memory_problem(rows))
-        capacity = _capacity(config, source, topology, self._device, tokens)
-        agreement.must_equal("capacity", dataclasses.asdict(capacity))
+        pool, local_tokens = self._size_pool(self._budget(free))
+        if topology.is_leader:
+            tell_host_flags(config)
+        with _voting(agreement, "host capacity"):
+            host_pool = size_host_pool(config, pool, self._machine_memory)
+        self._check_memory(pool, host_pool, memory)
+        capacity = _capacity(config, source, topology, pool, host_pool)
+        agreement.must_equal("capacity", _agreed_fields(capacity, config))
         agreement.vote("frames", frame_problem(capacity, source.spec.hidden_size, self._dtype))
 
         with _voting(agreement, "weights", LOADING_S):
             log.info("weights: %.2f GB to load", self._weight_bytes / 1e9)
             weights = self._load()
-        with _voting(agreement, "pools"):
-            log.info("pools: %d tokens, %.2f GB", tokens, tokens * self._bytes_per_token / 1e9)
-            pool = self._allocate(tokens)
+        with _voting(agreement, "pools", LOADING_S):
+            log.info("pools: %d tokens, %.2f GB", pool.size, pool.byte_count / 1e9)
+            pool.allocate()
+            if host_pool is not None:
+                log.info("host pool: %d tokens, %.2f GB", host_pool.size, host_pool.byte_count / 1e9)
+                host_pool.allocate()
         decoder = Decoder(source.spec, weights)
         with _voting(agreement, "warm-up", LOADING_S):
             log.info("warm-up: a first prefill and a first decode")
             _warm_up(decoder, pool, capacity, topology, self._dtype, self._device)
 
-        size = self._size(weights, pool, local_tokens, tokens, memory)
+        size = self._size(weights, pool, local_tokens, host_pool, memory)
         table = agreement.gather("table", msgspec.to_builtins(size))
         return Started(
             capacity=capacity,
             decoder=decoder,
             pool=pool,
+            host_pool=host_pool,
+            host_checksums=not config.disable_hicache_checksum,
             dtype=self._dtype,
             cache_dtype=self._cache_dtype,
             device=self._device,
@@ -177,6 +190,10 @@ class Startup:
             seed=self._config.random_seed or 0,
         )
 
+    def _machine_memory(self) -> HostMemory:
+        fault = self._faults.host_memory
+        return host_memory() if fault is None else HostMemory(fault.total, fault.available)
+
     def _budget(self, free: int) -> int:
         """Bytes that this rank may take for its pool, of the `free` ones of its device."""
         fault = self._faults.memory
@@ -187,31 +204,46 @@ class Startup:
             self._config.mem_fraction_static, self._device.type, free, self._weight_bytes, sharing
         )
 
-    def _local_tokens(self, budget: int) -> int:
-        """The tokens that this rank could hold: from its budget, at most what --max-total-tokens says."""
-        page_size, most = self._config.page_size, self._config.max_total_tokens
-        tokens = tokens_for_budget(budget, self._bytes_per_token, page_size)
-        return tokens if most is None else min(tokens, most // page_size * page_size)
+    def _size_pool(self, budget: int) -> tuple[DeviceKVPool, int]:
+        """The device pool, sized by what every rank can hold, and the tokens that this one could hold by itself.
 
-    def _allocate(self, tokens: int) -> DeviceKVPool:
-        spec, page_size = self._source.spec, self._config.page_size
-        kv_heads = max(spec.kv_heads // self._topology.tp_size, 1)
-        layer_count = len(self._topology.layers)
+        These come from its budget, and are at most what --max-total-tokens says.
+        """
+        config, spec, price = self._config, self._source.spec, self._bytes_per_token
+        local_tokens = tokens_for_budget(budget, price, config.page_size)
+        if config.max_total_tokens is not None:
+            local_tokens = min(local_tokens, config.max_total_tokens // config.page_size * config.page_size)
+        problem = budget_problem(local_tokens, budget, price, config.page_size)
+        self._agreement.vote("budget", problem)
+        tokens = self._agreement.minimum("device capacity", local_tokens)
         pool = DeviceKVPool(
-            layer_count,
-            tokens // page_size,
-            page_size,
-            kv_heads,
-            spec.head_dim,
+            len(self._topology.layers),
+            tokens // config.page_size,
+            config.page_size,
+            (2, max(spec.kv_heads // self._topology.tp_size, 1), spec.head_dim),
             self._cache_dtype,
             self._device,
         )
-        priced = tokens * self._bytes_per_token
-        assert pool.byte_count == priced, f"the pool has {pool.byte_count} bytes, priced were {priced}"
-        return pool
+        assert pool.bytes_per_token == price, (
+            f"a token takes {pool.bytes_per_token} bytes, priced were {price}"
+        )
+        return pool, local_tokens
+
+    def _check_memory(self, pool: DeviceKVPool, host_pool: HostKVCache | None, memory: HostMemory) -> None:
+        """One check per machine over all its ranks, by every rank on the same numbers. Raises Refused."""
+        on_machine = self._weight_bytes + pool.byte_count if self._device.type == "cpu" else 0
+        on_host_tier = 0 if host_pool is None else host_pool.byte_count
+        row = (socket.gethostname(), on_machine, on_host_tier, memory.total, memory.available)
+        rows = self._agreement.gather("memory", row)
+        self._agreement.vote("memory verdict", memory_problem(rows))
 
     def _size(
-        self, weights: StageWeights, pool: DeviceKVPool, local_tokens: int, tokens: int, memory: HostMemory
+        self,
+        weights: StageWeights,
+        pool: DeviceKVPool,
+        local_tokens: int,
+        host_pool: HostKVCache | None,
+        memory: HostMemory,
     ) -> StageSize:
         """This rank's line of the start-up table."""
         topology = self._topology
@@ -224,8 +256,11 @@ class Startup:
             weight_bytes=weights.byte_count,
             bytes_per_token=self._bytes_per_token,
             local_tokens=local_tokens,
-            agreed_tokens=tokens,
+            agreed_tokens=pool.size,
             pool_bytes=pool.byte_count,
+            host_local_tokens=host_pool.local_size if host_pool else 0,
+            host_tokens=host_pool.size if host_pool else 0,
+            host_pool_bytes=host_pool.byte_count if host_pool else 0,
             machine_available_bytes=memory.available,
         )
 
@@ -249,44 +284,6 @@ def device_problem(asked: str, cuda_devices: int) -> str | None:
     return None
 
 
-def ranks_per_device(local_ranks: int, device_type: str, cuda_devices: int) -> int:
-    """How many ranks share the memory of one device: on the CPU all of the machine."""
-    return -(-local_ranks // cuda_devices) if device_type == "cuda" else local_ranks
-
-
-def pool_budget(fraction: float | None, device_type: str, free: int, weight_bytes: int, sharing: int) -> int:
-    """Bytes one rank may take for its device pool, of `free` ones before loading that `sharing` ranks share.
-
-    A share of what is free (--mem-fraction-static, on CUDA 0.85 unless given) is for weights and pools together. On the
-    CPU, when no share is given, pools take 4 GB or a quarter of what is free, the smaller.
-    """
-    if fraction is None and device_type == "cpu":
-        return min(CPU_BUDGET_BYTES, free // 4) // sharing
-    return max(int(free * (fraction or CUDA_FRACTION)) // sharing - weight_bytes, 0)
-
-
-def _budget_problem(local_tokens: int, budget: int, bytes_per_token: int, config: EngineConfig) -> str | None:
-    if local_tokens >= config.page_size:
-        return None
-    return (
-        f"--mem-fraction-static, --page-size: {budget} bytes for the device cache hold no page of {config.page_size} "
-        f"tokens at {bytes_per_token} bytes each"
-    )
-
-
-def memory_problem(rows: Sequence[tuple[str, int, int, int]]) -> str | None:
-    """One line when the ranks of a machine need more than it has; `rows` by rank: host name, need, total, available.
-
-    A machine is as small as any of its ranks has seen it.
-    """
-    needs = [MemoryNeed(host_name, rank, need) for rank, (host_name, need, _, _) in enumerate(rows)]
-    by_host: dict[str, HostMemory] = {}
-    for host_name, _, total, available in rows:
-        seen = by_host.get(host_name, HostMemory(total, available))
-        by_host[host_name] = HostMemory(min(seen.total, total), min(seen.available, available))
-    return check_memory(needs, by_host)
-
-
 def frame_problem(capacity: Capacity, hidden_size: int, dtype: torch.dtype) -> str | None:
     """One line when the hidden states of the largest step do not fit into one frame between two stages."""
     beside_chunk = capacity.page_size + capacity.max_running_requests
@@ -301,21 +298,35 @@ def frame_problem(capacity: Capacity, hidden_size: int, dtype: torch.dtype) -> s
 
 
 def _capacity(
-    config: EngineConfig, source: ModelSource, topology: Topology, device: torch.device, tokens: int
+    config: EngineConfig,
+    source: ModelSource,
+    topology: Topology,
+    pool: DeviceKVPool,
+    host_pool: HostKVCache | None,
 ) -> Capacity:
     context = config.context_length or source.spec.context_length
     assert context <= source.spec.context_length, f"{context} > {source.spec.context_length}: see check_model"
     chunk = config.chunked_prefill_size
     if chunk is None:
-        chunk = max(4096 if device.type == "cuda" else 512, config.page_size)
+        chunk = max(4096 if pool.device.type == "cuda" else 512, config.page_size)
     return Capacity(
         page_size=config.page_size,
-        device_pages=tokens // config.page_size,
-        max_running_requests=config.max_running_requests or default_running_requests(tokens),
+        device_pages=pool.pages,
+        max_running_requests=config.max_running_requests or default_running_requests(pool.size),
         chunk_tokens=context if chunk == -1 else chunk,
         depth=topology.pp_size,
         context_length=context,
+        host_pages=host_pool.pages if host_pool else 0,
+        write_policy=config.hicache_write_policy,
     )
+
+
+def _agreed_fields(capacity: Capacity, config: EngineConfig) -> dict[str, Any]:
+    """What of the capacity is compared: all of it, unless somebody wants to see what comes of it otherwise."""
+    fields = dataclasses.asdict(capacity)
+    if config.debug_unagreed_hicache:
+        del fields["host_pages"]
+    return fields
 
 
 def _warm_up(

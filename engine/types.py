@@ -246,7 +246,9 @@ class StageStatus(Wire, frozen=True, kw_only=True):
     digest: str
     """16 hexadecimal digits."""
     counters: dict[str, int] = {}
-    """Totals since the start, equal on all ranks: retractions, evicted_pages, finished, aborted, ..."""
+    """Totals since the start, equal on all ranks: finished, retractions, evicted_pages, loaded_pages, ..."""
+    bytes_copied: dict[str, int] = {}
+    """What this rank has copied between tiers since the start, by kind of transfer."""
 
 
 class ControlResult(Wire, frozen=True, kw_only=True):

@@ -1,8 +1,10 @@
 """The compute thread of a rank: plans in, finished steps out, in the order of the log.
 
 It brings the rank up (`startup.Startup`), then takes one plan after another: hidden states of the stage before, this
-stage's layers, hidden states to the next stage or, on the last, sampled tokens. It owns weights, pool and batch. It
-never decides anything and never touches the scheduler: a plan says all there is to do, and news goes to the outbox.
+stage's layers, hidden states to the next stage or, on the last, sampled tokens. It owns weights, pool and batch. Copies
+between tiers go to the mover at their place in this order: loads before the step's compute, so after that of all
+earlier steps, and backups after it. The thread never decides anything and never touches the scheduler: a plan says all
+there is to do, and news goes to the outbox.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,21 +23,35 @@ from engine.distributed import pipe
 from engine.distributed.links import Link
 from engine.distributed.pipe import HiddenIn
 from engine.faults import Faults
+from engine.mem_cache.pool.mover import Mover
 from engine.model.batch import Batch
 from engine.model.readout import read_out
 from engine.startup import Started
 from engine.topology import Topology
-from engine.types import FinishedStep, Plan
+from engine.types import FinishedStep, Plan, TransferResult
+
+COPY_THREADS_MAX = 2
+"""Two threads come near to a machine's memory bandwidth."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step's work is finished on this rank; `finished` is set on the rank that reports tokens."""
+    """A step's compute is finished on this rank; its backups may still run.
+
+    `finished` is set on the rank that reports tokens, when the step had spans.
+    """
 
     step: int
     finished: FinishedStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A transfer has ended on this rank."""
+
+    result: TransferResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +61,7 @@ class Failed:
     error: BaseException
 
 
-News = Started | Done | Failed
+News = Started | Done | Copied | Failed
 
 
 class Worker:
@@ -62,7 +79,9 @@ class Worker:
         self._crash_step = faults.crash.step if faults.crash and faults.crash.rank == topology.rank else None
         self._inbox: queue.SimpleQueue[Plan] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._copy_fault = faults.copy_of(topology.rank)
         self._started: Started | None = None
+        self._mover: Mover | None = None
 
     def start(self, bring_up: Callable[[], Started]) -> None:
         """Start the thread; it brings the rank up first, and its first news is `Started` or `Failed`."""
@@ -70,8 +89,12 @@ class Worker:
         threading.Thread(target=self._run, args=(bring_up,), name="compute", daemon=True).start()
 
     def submit(self, plan: Plan) -> None:
-        """Queue a plan that has spans."""
+        """Queue a plan that has spans or transfers."""
         self._inbox.put(plan)
+
+    def bytes_copied(self) -> dict[str, int]:
+        """Bytes that this rank has copied between tiers, by kind of transfer; empty without a host tier."""
+        return {} if self._mover is None else self._mover.bytes_moved
 
     def news(self) -> list[News]:
         """All that has happened since the last call. Never waits."""
@@ -84,16 +107,42 @@ class Worker:
         try:
             with torch.inference_mode():
                 self._started = bring_up()
+                self._mover = self._start_mover(self._started)
                 self._tell(self._started)
                 while True:
                     plan = self._inbox.get()
-                    self._tell(Done(plan.step, self._compute(plan, self._started)))
+                    self._tell(Done(plan.step, self._work(plan, self._started)))
         except BaseException as error:
             self._tell(Failed(error))
 
     def _tell(self, news: News) -> None:
         self._outbox.put(news)
         self._wake()
+
+    def _start_mover(self, started: Started) -> Mover | None:
+        if started.host_pool is None:
+            return None
+        return Mover(
+            started.pool,
+            started.host_pool,
+            report=lambda result: self._tell(Copied(result)),
+            checksums=started.host_checksums,
+            threads=min(started.threads, COPY_THREADS_MAX),
+            fault=self._copy_fault,
+        )
+
+    def _work(self, plan: Plan, started: Started) -> FinishedStep | None:
+        """All of one plan. A plan without spans receives, sends and computes nothing."""
+        self._copy(plan, "load")
+        finished = self._compute(plan, started) if plan.spans else None
+        self._copy(plan, "backup")
+        return finished
+
+    def _copy(self, plan: Plan, kind: Literal["load", "backup"]) -> None:
+        for transfer in plan.transfers:
+            if transfer.kind == kind:
+                assert self._mover is not None, f"step {plan.step} copies, but there is no host tier"
+                self._mover.submit(transfer)
 
     def _compute(self, plan: Plan, started: Started) -> FinishedStep | None:
         """One step on this stage. Raises HiddenMismatch or PipeClosed before anything is computed."""

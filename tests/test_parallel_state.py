@@ -1,6 +1,5 @@
 """Groups, links and the start-up conversation on real processes, started by us and by torchrun."""
 
-import json
 import os
 import signal
 import socket
@@ -13,65 +12,9 @@ import pytest
 import torch
 
 from engine.distributed import parallel_state
-from engine.distributed.launch import ExitCode, Place, start_ranks
+from engine.distributed.launch import ExitCode, Place
 from engine.topology import Topology
-
-PATIENCE_S = 90.0
-
-# What every rank of these tests runs: the start of a rank, as far as this package goes, then WORK.
-RANK = """
-import json, os, signal, sys, threading, time
-from pathlib import Path
-from engine.distributed.launch import hold_lifeline, read_place
-place = read_place(os.environ)
-hold_lifeline(place)
-out, pp_size, tp_size, work = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-
-import psutil, torch
-import torch.distributed as dist
-from engine.distributed import parallel_state
-from engine.distributed.agreement import Agreement, RankLost, Refused
-from engine.distributed.links import Lost, Poller, Received
-from engine.distributed.rendezvous import establish, share_folder
-from engine.distributed.run_folder import RunFolder
-from engine.topology import Topology
-
-topology = Topology.build(place.rank, tp_size=tp_size, pp_size=pp_size, layer_count=pp_size)
-store = parallel_state.open_store(place)
-if place.run_folder is not None:
-    folder = RunFolder.open(place.run_folder)
-else:
-    folder = share_folder(store, is_leader=topology.is_leader)
-links = establish(topology, folder.path, store, folder.secret)
-agreement = Agreement(topology.rank, topology.world_size, links.log)
-poller = Poller(silence_s=30)
-for link in links.all:
-    poller.add(link)
-
-def control():
-    while True:
-        for event in poller.poll():
-            if isinstance(event, Received):
-                agreement.put(event.link, event.frame)
-            elif isinstance(event, Lost) and event.link in links.log.values():
-                agreement.lost(event.link, event.reason)
-
-threading.Thread(target=control, daemon=True).start()
-result = {}
-try:
-    exec(work)
-except (Refused, RankLost) as error:
-    result["error"] = [type(error).__name__, str(error)]
-(out / f"{place.rank}.json.new").write_text(json.dumps(result))
-os.rename(out / f"{place.rank}.json.new", out / f"{place.rank}.json")
-if place.torchrun:
-    agreement.gather("end", None)
-poller.flush(5)
-if place.torchrun:
-    folder.remove()
-parallel_state.destroy()
-os._exit(0)
-"""
+from tests.ranks import PATIENCE_S, RANK, results, starting_ranks
 
 GROUPS = """
 parallel_state.initialize(topology, store)
@@ -92,10 +35,6 @@ agreement.vote("all looked", None)
 """
 
 
-def results(folder, count):
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
-
-
 @pytest.fixture(autouse=True)
 def an_interface_that_others_can_reach(monkeypatch):
     """Where there is one, the environment tells gloo to use it, so that binding to loopback must be our doing."""
@@ -108,19 +47,8 @@ def an_interface_that_others_can_reach(monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     """Starts pp x tp ranks that run `work`; gives them and the folder where each leaves what it found out."""
-    started = []
-
-    def start(work, pp_size, tp_size):
-        folder = tmp_path / f"run{len(started)}"
-        folder.mkdir(mode=0o700)
-        (folder / "secret").write_bytes(b"s" * 32)
-        command = [sys.executable, "-c", RANK, str(folder), str(pp_size), str(tp_size), work]
-        started.append(start_ranks(command, pp_size * tp_size, folder, threads=1))
-        return started[-1], folder
-
-    yield start
-    for children in started:
-        children.terminate(0)
+    with starting_ranks(tmp_path) as start:
+        yield start
 
 
 def test_groups_before_set_up_raise_an_assertion_error():

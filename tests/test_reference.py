@@ -114,8 +114,8 @@ class Stages:
         self.stages = []
         for start, stop in split_layers(source.spec.layer_count, pp_size):
             weights = load_weights(source, range(start, stop), dtype=dtype, device=CPU)
-            heads = source.spec.kv_heads, source.spec.head_dim
-            pool = DeviceKVPool(stop - start, 64, PAGE_SIZE, *heads, cache_dtype or dtype, CPU)
+            record = 2, source.spec.kv_heads, source.spec.head_dim
+            pool = DeviceKVPool(stop - start, 64, PAGE_SIZE, record, cache_dtype or dtype, CPU).allocate()
             # What an earlier owner may have left in a page: it must reach nobody.
             pool.records.fill_(torch.nan)
             self.stages.append((Decoder(source.spec, weights), pool))

@@ -290,13 +290,13 @@ def test_dtype_auto():
 def test_pool_bytes_are_those_that_were_priced(untied: Path):
     spec = open_source(untied).spec
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
-        pool = DeviceKVPool(3, 10, 16, spec.kv_heads, spec.head_dim, dtype, CPU)
+        pool = DeviceKVPool(3, 10, 16, (2, spec.kv_heads, spec.head_dim), dtype, CPU).allocate()
         assert pool.byte_count == 160 * sizing.attention_bytes_per_token(spec, 3, tp_size=1, dtype=name)
         assert pool.records.untyped_storage().nbytes() == pool.byte_count
 
 
 def test_pool_reads_pages_in_order_by_view_or_by_copy():
-    pool = DeviceKVPool(2, 6, 4, 2, 3, torch.float32, CPU)
+    pool = DeviceKVPool(2, 6, 4, (2, 2, 3), torch.float32, CPU).allocate()
     pool.clear(torch.arange(24))
     records = torch.randn(24, 4, 3)
     pool.write(1, torch.arange(24), records)
@@ -312,7 +312,7 @@ def test_pool_reads_pages_in_order_by_view_or_by_copy():
 
 
 def test_pool_of_another_type_rounds_once():
-    pool = DeviceKVPool(1, 3, 4, 2, 3, torch.bfloat16, CPU)
+    pool = DeviceKVPool(1, 3, 4, (2, 2, 3), torch.bfloat16, CPU).allocate()
     records = torch.randn(12, 4, 3)
     pool.write(0, torch.arange(12), records)
     rounded = records.to(torch.bfloat16).float().view(12, 2, 2, 3)
@@ -321,7 +321,7 @@ def test_pool_of_another_type_rounds_once():
 
 
 def test_pool_clears_the_slots_it_is_told_in_all_layers():
-    pool = DeviceKVPool(2, 3, 4, 2, 3, torch.float32, CPU)
+    pool = DeviceKVPool(2, 3, 4, (2, 2, 3), torch.float32, CPU).allocate()
     pool.records.fill_(torch.nan)
     pool.clear(torch.tensor([5, 6]))
     assert not pool.records[:, 5:7].any() and pool.records.isnan().sum() == 2 * 10 * 12

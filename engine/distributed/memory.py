@@ -38,6 +38,8 @@ class MemoryNeed:
     host_name: str
     rank: int
     bytes: int
+    host_pool_bytes: int = 0
+    """How many of them are the host tier's, which a flag can make smaller."""
 
 
 def check_memory(needs: Iterable[MemoryNeed], memory_by_host: Mapping[str, HostMemory]) -> str | None:
@@ -45,19 +47,19 @@ def check_memory(needs: Iterable[MemoryNeed], memory_by_host: Mapping[str, HostM
 
     Machines are taken in the order of their lowest rank, so every rank comes to the same line.
     """
-    sums: dict[str, int] = {}
-    ranks: dict[str, list[int]] = {}
+    needs_by_host: dict[str, list[MemoryNeed]] = {}
     for need in sorted(needs, key=lambda one: one.rank):
-        sums[need.host_name] = sums.get(need.host_name, 0) + need.bytes
-        ranks.setdefault(need.host_name, []).append(need.rank)
-    for host_name, needed in sums.items():
-        memory = memory_by_host[host_name]
+        needs_by_host.setdefault(need.host_name, []).append(need)
+    for host_name, here in needs_by_host.items():
+        memory, needed = memory_by_host[host_name], sum(need.bytes for need in here)
         if needed > memory.available - memory.reserve:
             shown = _in_gb(needed, memory.available, memory.reserve)
-            named = ", ".join(map(str, ranks[host_name]))
+            named = ", ".join(str(need.rank) for need in here)
+            host_pools = sum(need.host_pool_bytes for need in here)
+            tier = f"; the host tier (--hicache-size, --hicache-ratio) takes {host_pools / 1e9:.2f} GB"
             return (
                 f"memory of {host_name}: needed {shown[0]} GB by ranks {named}, "
-                f"but available {shown[1]} GB - reserve {shown[2]} GB is less"
+                f"but available {shown[1]} GB - reserve {shown[2]} GB is less" + tier * (host_pools > 0)
             )
     return None
 

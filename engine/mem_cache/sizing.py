@@ -140,7 +140,8 @@ def split_budget(
             f"and slot of {whole_slot_bytes} bytes"
         )
     share = rest * paged // (paged + state)
-    return share, rest - share
+    # Even a share of nothing is a fixed size: at 0 a stage would go by ratio and miss the MIN of the others.
+    return max(share, 1), max(rest - share, 1)
 
 
 def most_on_a_stage(pool: PoolShape, layer_ranges: Iterable[tuple[int, int]]) -> int:
