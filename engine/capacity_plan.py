@@ -258,8 +258,7 @@ def _budgets(main: Sequence[PoolShape], ranges: Sequence[tuple[int, int]], flags
         # As many pages and slots as make their bytes stand to each other as the shares do.
         share = Fraction(str(flags.state_share or "0.5"))
         pages, slots = (share.denominator - share.numerator) * slot_bytes, share.numerator * page_bytes
-    # A share of nothing is still a fixed size; to `host_tokens` 0 would mean by ratio.
-    return [max(part, 1) for part in split_budget(budget, page_bytes, slot_bytes, pages, slots)]
+    return list(split_budget(budget, page_bytes, slot_bytes, pages, slots))
 
 
 def _main_pools(pools: Sequence[PoolShape]) -> list[PoolShape]:

@@ -140,7 +140,8 @@ def split_budget(
             f"and slot of {whole_slot_bytes} bytes"
         )
     share = rest * paged // (paged + state)
-    # Even a share of nothing is a fixed size: at 0 a stage would go by ratio and miss the MIN of the others.
+    # Even a share of nothing is a fixed size: at 0 a stage would go by ratio and miss the MIN of the others. A byte
+    # buys nothing, so it does no harm.
     return max(share, 1), max(rest - share, 1)
 
 
