@@ -7,8 +7,8 @@ One request, walked:
 3. `leader.py` applies the entry to its own replica and sends it to every rank, with the digest of the result.
 4. On every rank `stage.py` applies the entry to its replica, compares digests, and gets the same `Plan`.
 5. `worker.py` computes the plan: rows come in from the stage before, go through this stage's layers
-   (`model/decoder.py`, reading and writing pages of `mem_cache/pool/device.py`) and go out to the next stage. Pages that
-   the plan copies between device and host go to `mem_cache/pool/mover.py`, beside the compute.
+   (`model/decoder.py`, reading and writing pages of `mem_cache/pool/device.py`) and go out to the next stage.
+   Pages that the plan copies between device and host go to `mem_cache/pool/mover.py`, beside the compute.
 6. The last stage samples (`model/sampler.py`) and reports its tokens to the leader: news, so back to 2.
 7. The entry that carries the tokens makes every replica append them; the leader sends them to the front end.
 8. `frontend/detokenizer.py` makes text of them, and HTTP carries it to the client.

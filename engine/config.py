@@ -221,6 +221,7 @@ def check(config: EngineConfig) -> EngineConfig:
             f"which is {config.page_size}"
         )
     _check_host_tier(config)
+    _check_capacities_can_differ(config)
     if config.tp_size != 1:
         raise ConfigError(f"--tp-size {config.tp_size}: allowed is 1; tensor parallelism is not done yet")
     if config.pp_layer_partition is not None:
@@ -240,6 +241,8 @@ def _check_host_tier(config: EngineConfig) -> None:
         raise ConfigError(
             "--enable-hierarchical-cache, --disable-radix-cache: allowed is one of them; the host tier holds prefixes"
         )
+    if 0 < config.hicache_size < 1e-9:
+        raise ConfigError(f"--hicache-size {config.hicache_size}: allowed is 0 or at least one byte, 1e-09")
     if config.enable_hierarchical_cache:
         return
     for item in dataclasses.fields(EngineConfig):
@@ -247,6 +250,14 @@ def _check_host_tier(config: EngineConfig) -> None:
         if item.metadata["group"] == "host tier" and value != item.default:
             shown = "" if value is True else f" {value}"
             raise ConfigError(f"{flag_name(item.name)}{shown}: allowed with --enable-hierarchical-cache only")
+
+
+def _check_capacities_can_differ(config: EngineConfig) -> None:
+    if config.debug_unagreed_hicache and not (config.hicache_size > 0 and config.pp_size > 1):
+        raise ConfigError(
+            "--debug-unagreed-hicache: allowed with --hicache-size above 0 and --pp-size above 1 only, "
+            "for else stages cannot differ"
+        )
 
 
 def check_model(config: EngineConfig, context_length: int) -> None:

@@ -24,7 +24,8 @@ import torch
 
 import engine
 from engine.config import EngineConfig, flag_name
-from engine.distributed.agreement import Agreement
+from engine.distributed import parallel_state
+from engine.distributed.agreement import TIMEOUT_S, Agreement
 from engine.distributed.frames import BODY_BYTES_MAX
 from engine.distributed.launch import Place
 from engine.distributed.memory import HostMemory, host_memory
@@ -119,7 +120,7 @@ class Startup:
         pool, local_tokens = self._size_pool(self._budget(free))
         if topology.is_leader:
             tell_host_flags(config)
-        with _voting(agreement, "host capacity"):
+        with _voting(agreement, "host capacity", parallel_state.TIMEOUT_S + TIMEOUT_S):
             host_pool = size_host_pool(config, pool, self._machine_memory)
         self._check_memory(pool, host_pool, memory)
         capacity = _capacity(config, source, topology, pool, host_pool)
@@ -324,8 +325,9 @@ def _capacity(
 def _agreed_fields(capacity: Capacity, config: EngineConfig) -> dict[str, Any]:
     """What of the capacity is compared: all of it, unless somebody wants to see what comes of it otherwise."""
     fields = dataclasses.asdict(capacity)
-    if config.debug_unagreed_hicache:
-        del fields["host_pages"]
+    host_pages = fields.pop("host_pages")
+    if not config.debug_unagreed_hicache:
+        fields["host pages (--hicache-size, --hicache-ratio)"] = host_pages
     return fields
 
 
@@ -359,7 +361,7 @@ def _warm_up(
 
 
 @contextmanager
-def _voting(agreement: Agreement, phase: str, timeout_s: float = 50.0) -> Iterator[None]:
+def _voting(agreement: Agreement, phase: str, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     """Do local work that may fail; a failure on one rank is a failure of all, and named."""
     problem: str | None = None
     try:

@@ -37,6 +37,8 @@ PATIENCE_S = 60.0
 """How long tests wait for what must come; long, since the machine may be busy. A hang is what they look for."""
 FP32 = ("--dtype", "float32")
 ALIVE_PROMPT = [5, 6, 7]
+TIERS = ("device", "host")
+"""Whose books a stage shows; the host's are null without a host tier."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
@@ -240,12 +242,10 @@ class Service:
         info = self.client.get("/server_info").json()
         stages = info["stages"]
         for stage in stages:
-            device = stage["device"]
-            assert device["available"] + device["evictable"] + device["protected"] == device["capacity"], (
-                stage
-            )
-            assert min(device.values()) >= 0, stage
-            for name in ("device", "step", "digest", "running", "waiting", "counters"):
+            for books in (stage[tier] for tier in TIERS if stage[tier]):
+                spread = books["available"] + books["evictable"] + books["protected"]
+                assert spread == books["capacity"] and min(books.values()) >= 0, stage
+            for name in (*TIERS, "step", "digest", "running", "waiting", "counters"):
                 assert stage[name] == stages[0][name], f"stages differ in {name}: {stages}"
         return info
 
@@ -254,11 +254,13 @@ class Service:
         return self.info()["stages"][0]
 
     def check_idle(self, patience_s: float = 5.0) -> dict[str, Any]:
-        """C-IDLE: soon after the last answer nothing is protected, running or waiting, on any stage."""
+        """C-IDLE: soon after the last answer nothing is protected, running, waiting or copied, on any stage."""
 
         def idle() -> dict[str, Any] | None:
             now = self.stats()
-            return None if now["device"]["protected"] or now["running"] or now["waiting"] else now
+            busy = now["running"] or now["waiting"] or now["counters"]["copies_under_way"]
+            protected = any(now[tier]["protected"] for tier in TIERS if now[tier])
+            return None if busy or protected else now
 
         return until(idle, f"idle: {self.stats()}", patience_s)
 

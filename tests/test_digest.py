@@ -11,7 +11,7 @@ from tests.sim.single import Driver, request
 
 GOLDEN = """
 from tests.sim.single import Driver, request
-driver = Driver(page_size=4, device_pages=12, policy="lpm")
+driver = Driver(page_size=4, device_pages=12, host_pages=16, policy="lpm")
 driver.run(*(request(i, [i % 3] * 9, new=9, salt="s" * (i % 2)) for i in range(1, 9)))
 print(driver.scheduler.digest)
 """

@@ -10,6 +10,7 @@ from engine.scheduler import policy
 from engine.scheduler.digest import Accumulator
 from engine.scheduler.sequence import Sequence
 from tests.sim.single import capacity, request
+from tests.sim.tree import Cache
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,30 @@ def test_lpm_orders_by_cached_prefix_then_arrival_and_lets_the_overtaken_first()
     waiting[4].overtaken = policy.OVERTAKEN_MAX + 5
     assert order() == [3, 5, 4, 2, 1]
     assert policy.waiting_order(waiting, "fcfs", cache, 4) == waiting
+
+
+def test_lpm_counts_what_the_host_has_too():
+    """A page that comes back by a copy is not computed either."""
+    cache = Cache(page_size=4, host_pages=16)
+    waiting = sequences(3)
+    for sequence, pages in ((waiting[1], 1), (waiting[2], 2)):
+        cache.tree.lock(cache.tree.root)
+        own = cache.allocator.allocate(pages)
+        cache.tree.extend(cache.tree.root, b"", pack(sequence.ids[: pages * 4]), own, 1)
+    for node in list(cache.tree.nodes())[1:]:
+        cache.tree.unlock(node)
+        cache.allocator.release(node.held[0])
+        cache.copies.matched(node)
+        cache.settle()
+    assert cache.tree.evict(cache.tree.device, 2) == 2
+    assert [s.number for s in policy.waiting_order(waiting, "lpm", cache.tree, 4)] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "worth"), [(1, {9: 0, 10: 10}), (4, {2: 0, 3: 3}), (5, {1: 0, 2: 2}), (16, {0: 0, 1: 1})]
+)
+def test_a_prefix_on_the_host_is_worth_a_copy_from_ten_tokens_on(page_size: int, worth: dict[int, int]):
+    assert {pages: policy.pages_to_load(pages, page_size) for pages in worth} == worth
 
 
 def test_lpm_looks_at_the_oldest_of_a_long_queue():

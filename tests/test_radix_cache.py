@@ -184,16 +184,24 @@ def test_unlocking_too_often_is_a_programmers_error():
         cache.tree.unlock(node)
 
 
+@pytest.mark.parametrize("host_pages", [0, 7, 30, 200])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_ten_thousand_random_acts_against_a_dictionary(page_size: int):
-    """sglang#35270, #10637: what is cached, evictable and free is a partition after every act."""
-    play = Play(seed=page_size, page_size=page_size)
+def test_thousands_of_random_acts_against_a_dictionary(page_size: int, host_pages: int):
+    """sglang#35270, #10637: what is cached, evictable and free is a partition after every act, in each tier.
+
+    sglang#16909, #28614: what the host holds of a path is its beginning, also where it is smaller than the device.
+    """
+    play = Play(page_size, page_size, host_pages)
     acts = [play.open, play.open, play.grow, play.grow, play.grow, play.close, play.evict, play.peek]
-    for number in range(10_000):
+    if host_pages:
+        acts += [play.back_up, play.back_up, play.load, play.load, play.settle, play.settle, play.settle]
+    for number in range(5_000):
         play.step += play.draw.randrange(2)
         play.draw.choice(acts)()
         if number % 500 == 0:
             while play.holders:
                 play.close()
+            while play.copying:
+                play.settle()
             play.flush()
         play.compare()

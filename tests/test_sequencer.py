@@ -7,7 +7,17 @@ import pytest
 from engine.scheduler import sequencer
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequencer import DRAIN_MESSAGE, LAG_STEPS_MAX, Sequencer
-from engine.types import Abort, Control, Entry, Finish, FinishedStep, Plan, Report, RetiredStep
+from engine.types import (
+    Abort,
+    Control,
+    Entry,
+    Finish,
+    FinishedStep,
+    Plan,
+    Report,
+    RetiredStep,
+    TransferResult,
+)
 from tests.sim.single import capacity, request
 
 
@@ -29,6 +39,10 @@ class Leader:
     def finish_step(self, step: int, *tokens: int, rank: int = 0) -> None:
         finished = (FinishedStep(step=step, tokens=tokens),)
         self.sequencer.report(Report(rank=rank, watermark=step, finished=finished))
+
+    def copied(self, transfer_id: int, *, rank: int = 0, ok: bool = True) -> None:
+        result = TransferResult(transfer_id=transfer_id, ok=ok)
+        self.sequencer.report(Report(rank=rank, watermark=self.scheduler.step, transfers=(result,)))
 
 
 def test_an_idle_leader_makes_no_entry():
@@ -195,3 +209,102 @@ def test_an_idle_leader_that_drains_shuts_down_at_once():
     assert leader.sequencer.draining
     entry, _ = leader.turn()
     assert entry.controls[0].action == "shutdown"
+
+
+# ---- copies ----
+
+
+def copying(*, world_size: int = 2, requests: int = 1, **changes: int) -> Leader:
+    """Requests have run, and the copies of their prefixes to the host, numbered from 1 on, are under way."""
+    leader = Leader(world_size=world_size, host_pages=32, depth=requests, **changes)
+    for number in range(1, requests + 1):
+        leader.sequencer.submit((request(number, [number] * 9, new=1),))
+        _, plan = leader.turn()
+        assert [transfer.transfer_id for transfer in plan.transfers] == [number]
+    for number in range(1, requests + 1):
+        leader.finish_step(number, 50)
+    leader.turn()
+    assert not leader.scheduler.live and leader.turn() is None
+    return leader
+
+
+def test_a_copy_settles_when_every_rank_has_reported_it():
+    leader = copying(world_size=3)
+    for rank in (2, 0):
+        leader.copied(1, rank=rank)
+        assert leader.turn() is None
+    leader.copied(1, rank=1)
+    entry, _ = leader.turn()
+    assert entry == Entry(step=3, settled=(TransferResult(transfer_id=1, ok=True),))
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_on_one_rank_is_one_for_all(failing: int):
+    leader = copying(world_size=3)
+    for rank in range(3):
+        leader.copied(1, rank=rank, ok=rank != failing)
+    entry, _ = leader.turn()
+    assert entry.settled == (TransferResult(transfer_id=1, ok=False),)
+
+
+def test_copies_are_told_apart_by_their_ids_and_not_counted():
+    """sglang#27285: two ranks that have each finished one copy have not finished the same one."""
+    leader = copying(requests=2)
+    leader.copied(1, rank=0)
+    leader.copied(2, rank=1)
+    assert leader.turn() is None
+    leader.copied(2, rank=0)
+    entry, _ = leader.turn()
+    assert [result.transfer_id for result in entry.settled] == [2]
+    leader.copied(1, rank=1)
+    entry, _ = leader.turn()
+    assert [result.transfer_id for result in entry.settled] == [1]
+
+
+def test_a_rank_that_reports_a_copy_twice_is_a_programmers_error():
+    leader = copying()
+    leader.copied(1)
+    with pytest.raises(AssertionError, match="rank 0 reports transfer 1 twice"):
+        leader.copied(1)
+
+
+def test_a_backup_that_has_settled_waits_for_a_step_in_flight_to_bring_news():
+    leader = copying(world_size=1)
+    leader.sequencer.submit((request(2, range(4), new=9),))
+    leader.turn()
+    leader.copied(1)
+    assert leader.turn() is None
+    leader.finish_step(3, 50)
+    entry, _ = leader.turn()
+    assert len(entry.settled) == len(entry.retired) == 1
+
+
+def test_a_load_that_has_settled_does_not_wait_since_somebody_waits_for_it():
+    leader = Leader(host_pages=32, device_pages=8)
+    for number, prompt in ((1, [1] * 13), (2, [2] * 32)):  # The second pushes the first out of the device.
+        leader.sequencer.submit((request(number, prompt, new=1),))
+        step = leader.turn()[0].step
+        leader.finish_step(step, 50)
+        leader.copied(number)
+        leader.turn()
+    leader.sequencer.submit((request(3, [3] * 3, new=9), request(4, [1] * 13, new=1)))
+    _, plan = leader.turn()
+    [load] = plan.transfers
+    assert load.kind == "load" and len(plan.spans) == 1 and leader.turn() is None
+    leader.copied(load.transfer_id)
+    entry, _ = leader.turn()
+    assert len(entry.settled) == 1 and not entry.retired
+
+
+def test_a_drain_waits_for_copies():
+    """LMCache#4185: nothing is shut down under a copy."""
+    leader = copying()
+    leader.sequencer.drain(deadline=1.0)
+    leader.copied(1, rank=0)
+    for now in (0.0, 2.0, 1000.0):
+        assert leader.turn(now=now) is None
+    leader.copied(1, rank=1)
+    entry, plan = leader.turn(now=1000.0)
+    assert len(entry.settled) == 1 and not plan.controls
+    entry, _ = leader.turn(now=1000.0)
+    assert [control.action for control in entry.controls] == ["shutdown"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -38,6 +38,7 @@ from engine.types import (
 from tests.sim.draws import World, draw_requests, draw_world
 from tests.sim.model import Pins, ShadowMemory, Truth, extend_chain, oracle
 from tests.sim.recount import recount
+from tests.sim.sights import Sights
 
 STEPS_PER_ROW = 2
 """After faults stop: entries that each row still to compute may take, retractions included."""
@@ -81,7 +82,12 @@ class Cluster:
     """Drives ranks, wire and clients from one seed."""
 
     def __init__(
-        self, seed: int, ticks: int = 150, change: Callable[[World], World] = lambda world: world
+        self,
+        seed: int,
+        ticks: int = 150,
+        change: Callable[[World], World] = lambda world: world,
+        *,
+        host_counts: bool = True,
     ) -> None:
         self.random = Random(seed)
         self.ticks = ticks
@@ -89,7 +95,12 @@ class Cluster:
         counts = world.capacity
         self.ranks = [
             Rank(
-                Scheduler(counts, schedule_policy=world.policy, cache_prefixes=world.cache_prefixes),
+                Scheduler(
+                    counts,
+                    schedule_policy=world.policy,
+                    cache_prefixes=world.cache_prefixes,
+                    host_counts=host_counts,
+                ),
                 ShadowMemory(
                     counts.page_size, counts.device_pages, counts.host_pages, reports=rank == world.ranks - 1
                 ),
@@ -108,7 +119,8 @@ class Cluster:
         self.lag = world.lag
         self.healed = False
         self.shut_down = False
-        self.seen: Counter[str] = Counter()
+        self.sights = Sights(self.leader)
+        self.seen = self.sights.seen
         self.before_apply: Callable[[int, Scheduler, Entry], Entry] = lambda rank, scheduler, entry: entry
 
     # ---- clients ----
@@ -124,7 +136,8 @@ class Cluster:
             assert refused.request_ids == tuple(request.request_id for request in requests)
             return
         assert fits and not self.sequencer.draining
-        self.prompts.append(requests[0].prompt_ids)
+        if requests[0].prompt_ids not in self.prompts:
+            self.prompts.append(requests[0].prompt_ids)
         for request in requests:
             self.clients[request.request_id] = Client(request)
             self.truths[request.request_id] = Truth(request)
@@ -152,6 +165,9 @@ class Cluster:
             missing = client.request.sampling.max_new_tokens - self.generated(client)
             if missing == 1 and draw.random() < world.abort_last_rate:
                 self.abort(client)
+        for sequence in list(self.leader.loading.values()):
+            if draw.random() < world.abort_loading_rate:
+                self.abort(self.clients[sequence.request.request_id])
         if recent and draw.random() < world.finish_rate:
             client = draw.choice(recent)
             if client.tokens:
@@ -161,7 +177,10 @@ class Cluster:
                     request_id=client.request.request_id, kept_tokens=client.stop_at or 0, matched="x"
                 )
                 self.sequencer.finish(stop)
-        if draw.random() < world.flush_rate:
+        leader = self.leader
+        # Often in the rare moment when only copies are under way.
+        only_copies = bool(leader.hicache.under_way) and not leader.live and not leader.in_flight
+        if draw.random() < world.flush_rate * (20 if only_copies else 1):
             self.control("flush")
         if world.frozen_from < self.now <= world.frozen_to:
             self.control("status")  # News without end: only the limit on lag stops the leader now.
@@ -207,14 +226,13 @@ class Cluster:
         if entry is None:
             self.seen["stopped for a laggard"] += lag > LAG_STEPS_MAX
             return False
+        self.sights.before(entry)
         plan = self.leader.apply(entry)
+        self.sights.after(entry, plan)
         self.sequencer.planned(empty=plan.empty)
         self.pins.settle([result.transfer_id for result in entry.settled])
         self.pins.retire([retired.step for retired in entry.retired])
         self.pins.plan(plan)
-        self.seen["copies that failed"] += sum(not result.ok for result in entry.settled)
-        self.seen["loads"] += sum(transfer.kind == "load" for transfer in plan.transfers)
-        self.seen["backups"] += sum(transfer.kind == "backup" for transfer in plan.transfers)
         recount(self.leader)
         self.ranks[0].work.append(plan)
         body = msgspec.msgpack.encode(entry)
@@ -269,6 +287,7 @@ class Cluster:
                 fails = not self.healed and draw.random() < world.copy_fail_rate
                 damage = draw.random() < world.copy_damage_rate
                 ok = not fails and rank.memory.finish(transfer, damage=damage)
+                self.seen["damaged pages found"] += not fails and not ok
                 done.append(TransferResult(transfer_id=transfer.transfer_id, ok=ok))
         if done:
             self.report(index, rank, transfers=tuple(done))
@@ -344,6 +363,7 @@ class Cluster:
             self.disturb()
             if tick == self.world.drain_tick:
                 self.seen["drained under load"] += bool(self.leader.live)
+                self.seen["drained while copying"] += bool(self.leader.hicache.under_way)
                 self.sequencer.drain(self.now + self.world.drain_ticks)
             self.tick()
         self.lag, self.healed = 0.0, True

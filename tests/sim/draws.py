@@ -12,6 +12,8 @@ from random import Random
 from engine.types import Capacity, Request, SamplingParams
 from tests.sim.model import VOCABULARY
 
+RANKS_MAX = 8
+
 
 @dataclass(frozen=True)
 class World:
@@ -24,13 +26,20 @@ class World:
     queued_max: int
     arrival_rate: float
     repeat_rate: float
+    """Chance that a client comes with a known prompt as it is."""
+    known_max: int
+    """Clients know only so many of the latest new prompts."""
     prompt_lengths: tuple[int, ...]
+    answer_lengths: tuple[int, ...]
+    logprob_rate: float
     salt_rate: float
     abort_rate: float
     abort_new_rate: float
     """Aborts in the very entry of the arrival."""
     abort_last_rate: float
     """Aborts while the last token is under way."""
+    abort_loading_rate: float
+    """Aborts while its prefix comes back from the host."""
     storm_rate: float
     """Storms that abort half or all of what lives."""
     finish_rate: float
@@ -44,7 +53,7 @@ class World:
     frozen_from: int
     frozen_to: int
     copy_lag: tuple[float, ...]
-    """By rank: chance that a copy which could end in a tick does not."""
+    """For each rank that there may be: chance that a copy which could end in a tick does not."""
     copy_fail_rate: float
     copy_damage_rate: float
     """Backups that leave a damaged page, which only its checksum tells."""
@@ -55,14 +64,15 @@ class World:
 
 def draw_world(draw: Random, ticks: int) -> World:
     """Sizes small enough that pages are short and steps are many."""
-    ranks = draw.choice((1, 2, 2, 3, 4, 5, 8))
+    ranks = draw.choice((1, 2, 2, 3, 4, 5, RANKS_MAX))
     page_size = draw.choice((1, 2, 4, 16))
     tokens = draw.choice((32, 48, 64, 96, 160, 400, 800))
     host_tokens = draw.choice((0, 0, 16, 64, 200, 1000, 4000))
-    # Half of the worlds with a host tier make good use of it: known prompts, and more of them than the device holds.
-    kind = host_tokens > 0 and draw.random() < 0.5
-    if kind:
-        tokens, host_tokens = draw.choice((64, 96, 160)), draw.choice((200, 400, 4000))
+    # Most of the worlds with a host tier make use of it: clients come back to a few prompts, which are more than the
+    # device holds, and leave the cluster the time to answer.
+    busy = host_tokens > 0 and draw.random() < 0.7
+    if busy:
+        tokens, host_tokens = draw.choice((96, 160, 240)), draw.choice((200, 400, 1000, 4000))
     slow = draw.choice((0.0, 0.0, 0.9, 0.97))  # Of the copies of some ranks.
     frozen = draw.random() < 0.2
     frozen_from = draw.randrange(ticks)
@@ -71,10 +81,12 @@ def draw_world(draw: Random, ticks: int) -> World:
         capacity=Capacity(
             page_size=page_size,
             device_pages=tokens // page_size,
-            max_running_requests=draw.choice((1, 2, 4, 16, 16)),
-            chunk_tokens=max(draw.choice((4, 4, 16, 23, 64, 1000)), page_size),
+            max_running_requests=draw.choice((2, 4, 16, 16) if busy else (1, 2, 4, 16, 16)),
+            chunk_tokens=max(
+                draw.choice((16, 64, 64, 1000) if busy else (4, 4, 16, 23, 64, 1000)), page_size
+            ),
             depth=draw.choice((1, ranks, ranks, ranks + 1)),
-            context_length=draw.choice((30, 200, 200)),
+            context_length=draw.choice((200, 200, 200) if busy else (30, 200, 200)),
             growth_tokens=draw.choice((0, 0, 0, 8, 64)),
             host_pages=host_tokens // page_size,
             write_policy=draw.choice(("write_through", "write_through_selective", "write_back")),
@@ -82,23 +94,27 @@ def draw_world(draw: Random, ticks: int) -> World:
         policy=draw.choice(("fcfs", "lpm")),
         cache_prefixes=draw.random() < 0.9,
         queued_max=draw.choice((3, 50)),
-        arrival_rate=0.3 if kind else draw.choice((0.1, 0.3, 0.6)),
-        repeat_rate=0.7 if kind else draw.choice((0.0, 0.3)),
-        prompt_lengths=(15, 33, 60, 90) if kind else (1, 2, 15, 16, 17, 33, 90),
+        arrival_rate=draw.choice((0.3, 0.6) if busy else (0.1, 0.3, 0.6)),
+        repeat_rate=draw.choice((0.5, 0.7)) if busy else draw.choice((0.0, 0.3)),
+        known_max=draw.choice((8, 16)) if busy else 1000,
+        prompt_lengths=(33, 60, 90) if busy else (1, 2, 15, 16, 17, 33, 90),
+        answer_lengths=(1, 2, 5) if busy else (0, 1, 2, 5, 40, 120, 120),
+        logprob_rate=0.2 if busy else 0.3,
         salt_rate=draw.choice((0.0, 0.0, 0.5)),
         abort_rate=draw.choice((0.0, 0.0, 0.02, 0.1)),
         abort_new_rate=draw.choice((0.0, 0.0, 0.3)),
         abort_last_rate=draw.choice((0.0, 0.0, 0.0, 0.3)),
+        abort_loading_rate=draw.choice((0.0, 0.0, 0.2)),
         storm_rate=draw.choice((0.0, 0.0, 0.0, 0.03)),
         finish_rate=draw.choice((0.0, 0.05)),
-        flush_rate=draw.choice((0.0, 0.03)),
-        lag=draw.choice((0.1, 0.1, 0.5) if kind else (0.1, 0.5, 0.9)),
+        flush_rate=draw.choice((0.0, 0.0, 0.0, 0.01) if busy else (0.0, 0.03)),
+        lag=draw.choice((0.1, 0.1, 0.5) if busy else (0.1, 0.5, 0.9)),
         report_steps=draw.choice((1, 16)),
         frozen_rank=draw.randrange(ranks),
         frozen_from=frozen_from if frozen else ticks,
         frozen_to=frozen_from + 100 if frozen else ticks,
-        copy_lag=tuple(draw.choice((0.0, 0.0, 0.0, 0.5, slow)) for _ in range(ranks)),
-        copy_fail_rate=draw.choice((0.0, 0.0, 0.0, 0.03, 0.3)),
+        copy_lag=tuple(draw.choice((0.0, 0.0, 0.0, 0.5, slow)) for _ in range(RANKS_MAX)),
+        copy_fail_rate=draw.choice((0.0, 0.0, 0.03, 0.1) if busy else (0.0, 0.0, 0.0, 0.03, 0.3)),
         copy_damage_rate=draw.choice((0.0, 0.0, 0.1)),
         drain_tick=draw.randrange(ticks) if draw.random() < 0.2 else None,
         drain_ticks=draw.choice((0, 20, 10**9)),
@@ -111,6 +127,7 @@ def draw_requests(
     """One submission: now and then several alike, often with a prefix (or the whole) of an earlier prompt."""
     prompt: tuple[int, ...] = ()
     held = world.capacity.device_pages * world.capacity.page_size
+    known = known[-world.known_max :]
     if known and draw.random() < world.repeat_rate:
         prompt = draw.choice(known)
     else:
@@ -119,7 +136,7 @@ def draw_requests(
             prompt = prompt[: draw.randint(0, len(prompt))]
         prompt += tuple(draw.randrange(VOCABULARY) for _ in range(draw.choice(world.prompt_lengths)))
     delivered = tuple(draw.randrange(VOCABULARY) for _ in range(draw.choice((0, 0, 0, 3))))
-    new = len(delivered) + draw.choice((0, 1, 2, 5, 40, 120, 120))
+    new = len(delivered) + draw.choice(world.answer_lengths)
     if draw.random() < 0.9:  # Mostly such that it fits, often exactly.
         length_max = min(world.capacity.context_length, held + 1)
         prompt = prompt[: draw.choice((length_max - 1, length_max // 2))]
@@ -132,7 +149,7 @@ def draw_requests(
         frequency_penalty=draw.choice((0.0, 0.0, 0.5)),
         repetition_penalty=draw.choice((1.0, 1.0, 1.5)),
         stop_token_ids=draw.choice(((), (), (3,), (1, 5))),
-        return_logprob=draw.random() < 0.3,
+        return_logprob=draw.random() < world.logprob_rate,
         logprob_start=draw.choice((-1, 0, 5, 16)),
         top_logprobs=draw.choice((0, 2)),
     )

@@ -68,8 +68,15 @@ def request(
 class Driver:
     """Applies entries and answers its own sampling spans, by a rule that a test may change."""
 
-    def __init__(self, *, policy: str = "fcfs", cache_prefixes: bool = True, **changes: Any) -> None:
-        self.scheduler = Scheduler(capacity(**changes), schedule_policy=policy, cache_prefixes=cache_prefixes)
+    def __init__(
+        self, *, policy: str = "fcfs", cache_prefixes: bool = True, host_counts: bool = True, **changes: Any
+    ) -> None:
+        self.scheduler = Scheduler(
+            capacity(**changes),
+            schedule_policy=policy,
+            cache_prefixes=cache_prefixes,
+            host_counts=host_counts,
+        )
         counts = self.scheduler.capacity
         self.memory = ShadowMemory(counts.page_size, counts.device_pages, counts.host_pages)
         self.pins = Pins(counts.page_size)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from typing import Any
@@ -90,7 +89,68 @@ def pinned_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return memory
 
 
-class HostKVCache:
+class HostPool:
+    """Host pages of one kind: a count, settled with all other stages when it is made, and memory, taken later.
+
+    Sized by the one rule for every kind, in whole pages of `page_size` tokens (or slots).
+    """
+
+    def __init__(
+        self,
+        what: str,
+        device_size: int,
+        bytes_each: int,
+        host_to_device_ratio: float,
+        host_size: float | Decimal,
+        page_size: int,
+        *,
+        allocator: Allocator,
+        memory_probe: MemoryProbe,
+        agree: Agree,
+    ) -> None:
+        """`bytes_each` is the price of a token or slot on this rank, 0 on one without layers of the kind."""
+        self.page_size = page_size
+        self._bytes_each = bytes_each
+        self._allocator, self._memory_probe = allocator, memory_probe
+        self._store: HostStore | None = None
+        # A size of less than one byte is a fixed size all the same: it must not turn into a ratio on one rank.
+        budget = max(gigabytes(host_size), 1) if host_size > 0 else 0
+        local = host_tokens(device_size, host_to_device_ratio, budget, bytes_each)
+        agreed = agree(local, float(host_size))
+        if agreed == NO_CONSTRAINT:
+            # No stage pays anything, so any count will do.
+            agreed = host_tokens(device_size, host_to_device_ratio, 0, bytes_each)
+        self.size = host_pages(agreed, page_size) * page_size
+        """Tokens (or slots) of every stage."""
+        self.local_size = min(host_pages(local, page_size) * page_size, NO_CONSTRAINT)
+        """The same by this rank's own budget and price; `NO_CONSTRAINT` where neither sets a limit."""
+        if agreed <= device_size:
+            log.warning("%s: %d are not more than the device has, so they add little", what, self.size)
+
+    @property
+    def pages(self) -> int:
+        """Pages of `page_size` tokens (or slots)."""
+        return self.size // self.page_size
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all pages, allocated or not."""
+        return self.size * self._bytes_each
+
+    def allocate(self) -> None:
+        """Take the memory, once. Raises ValueError or RuntimeError, in one line, when the machine does not have it."""
+        assert self._store is None, "the host pool has its memory already"
+        bytes_of_a_page = self.page_size * self._bytes_each
+        self._store = HostStore(self.pages, bytes_of_a_page, self._allocator, self._memory_probe)
+
+    @property
+    def store(self) -> HostStore:
+        """The memory."""
+        assert self._store is not None, "the host pool has no memory yet"
+        return self._store
+
+
+class HostKVCache(HostPool):
     """Host pages of the records that a `DeviceKVPool` keeps, MHA/GQA and MLA alike."""
 
     def __init__(
@@ -106,45 +166,22 @@ class HostKVCache:
     ) -> None:
         """Settle the count, together with all other stages. `host_size` is in GB; 0 means by ratio."""
         assert page_size == device_pool.page_size, f"pages of {page_size} and {device_pool.page_size} tokens"
-        self.device_pool, self.page_size = device_pool, page_size
+        self.device_pool = device_pool
         self.bytes_per_token = device_pool.bytes_per_token
-        self._allocator, self._memory_probe = allocator, memory_probe
-        counts = _settle(
+        super().__init__(
             "host KV pool, tokens",
             device_pool.size,
             self.bytes_per_token,
             host_to_device_ratio,
             host_size,
             page_size,
-            agree,
+            allocator=allocator,
+            memory_probe=memory_probe,
+            agree=agree,
         )
-        self.local_size, self.size = counts.local_size, counts.size
-        self._store: HostStore | None = None
-
-    @property
-    def pages(self) -> int:
-        """Pages of `page_size` tokens."""
-        return self.size // self.page_size
-
-    @property
-    def byte_count(self) -> int:
-        """Bytes of all pages, allocated or not."""
-        return self.size * self.bytes_per_token
-
-    def allocate(self) -> None:
-        """Take the memory, once. Raises ValueError or RuntimeError, in one line, when the machine does not have it."""
-        assert self._store is None, "the host KV pool has its memory already"
-        bytes_each = self.page_size * self.bytes_per_token
-        self._store = HostStore(self.pages, bytes_each, self._allocator, self._memory_probe)
-
-    @property
-    def store(self) -> HostStore:
-        """The memory."""
-        assert self._store is not None, "the host KV pool has no memory yet"
-        return self._store
 
 
-class MambaPoolHost:
+class MambaPoolHost(HostPool):
     """Host slots of the recurrent states that a `DeviceStatePool` keeps: a page is one slot."""
 
     def __init__(
@@ -160,34 +197,17 @@ class MambaPoolHost:
         """Settle the count, together with all other stages. A slot is priced by the layers of this stage."""
         self.device_pool = device_pool
         self.bytes_per_slot = device_pool.bytes_per_slot
-        self._allocator, self._memory_probe = allocator, memory_probe
-        counts = _settle(
+        super().__init__(
             "host state pool, slots",
             device_pool.size,
             self.bytes_per_slot,
             host_to_device_ratio,
             host_size,
             1,
-            agree,
+            allocator=allocator,
+            memory_probe=memory_probe,
+            agree=agree,
         )
-        self.local_size, self.size = counts.local_size, counts.size
-        self._store: HostStore | None = None
-
-    @property
-    def byte_count(self) -> int:
-        """Bytes of all slots, allocated or not."""
-        return self.size * self.bytes_per_slot
-
-    def allocate(self) -> None:
-        """Take the memory, once. Raises ValueError or RuntimeError, in one line, when the machine does not have it."""
-        assert self._store is None, "the host state pool has its memory already"
-        self._store = HostStore(self.size, self.bytes_per_slot, self._allocator, self._memory_probe)
-
-    @property
-    def store(self) -> HostStore:
-        """The memory."""
-        assert self._store is not None, "the host state pool has no memory yet"
-        return self._store
 
 
 class HostStore:
@@ -222,41 +242,3 @@ class HostStore:
         found, sealed = zlib.crc32(self.rows[page]), int(self._checksums[page])
         if found != sealed:
             raise ValueError(f"its checksum is {found:08x}, and was {sealed:08x} when it was written")
-
-
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Tokens (or slots) of a host pool, in whole pages."""
-
-    local_size: int
-    """By this rank's own budget and price; `NO_CONSTRAINT` where neither sets a limit."""
-    size: int
-    """Of every stage."""
-
-
-def _settle(
-    what: str,
-    device_size: int,
-    bytes_each: int,
-    ratio: float,
-    host_size: float | Decimal,
-    page_size: int,
-    agree: Agree,
-) -> _Counts:
-    """The count of a host pool: the one rule for every kind, in whole pages of `page_size` tokens (or slots).
-
-    `bytes_each` is the price of a token or slot on this rank, 0 on one without layers of the kind.
-    """
-    # A size of less than one byte is a fixed size all the same: it must not turn into a ratio on one rank.
-    budget = max(gigabytes(host_size), 1) if host_size > 0 else 0
-    local = host_tokens(device_size, ratio, budget, bytes_each)
-    agreed = agree(local, float(host_size))
-    if agreed == NO_CONSTRAINT:
-        # No stage pays anything, so any count will do.
-        agreed = host_tokens(device_size, ratio, 0, bytes_each)
-    size = host_pages(agreed, page_size) * page_size
-    if size <= device_size:
-        log.warning(
-            "%s: %d are not more than the %d on the device, so most will be mirrors", what, size, device_size
-        )
-    return _Counts(min(host_pages(local, page_size) * page_size, NO_CONSTRAINT), size)
