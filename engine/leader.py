@@ -19,7 +19,7 @@ from engine.distributed.launch import ExitCode
 from engine.distributed.links import Link
 from engine.scheduler.digest import show
 from engine.scheduler.sequencer import Sequencer
-from engine.scheduler.state_vector import STATE_FIELDS
+from engine.scheduler.state_vector import STATE_FIELDS, State
 from engine.stage import Parted, Stage
 from engine.startup import Started
 from engine.types import (
@@ -43,7 +43,8 @@ from engine.types import (
 )
 
 PULSE_S = 0.5
-VECTORS_KEPT = 4096
+STATES_KEPT = 256
+"""Steps whose state can be looked at when a rank parts; no rank lags further behind."""
 LAST_WORDS_S = 1.0
 FAREWELL_S = 5.0
 """How long the leader waits for the other ranks to leave after a shutdown."""
@@ -60,7 +61,7 @@ class Leader:
         self._front = front
         stage.poller.add(front, heartbeats=False)
         self._sequencer: Sequencer | None = None
-        self._vectors: deque[tuple[int, int, tuple[int, ...]]] = deque(maxlen=VECTORS_KEPT)
+        self._states: deque[tuple[int, int, State]] = deque(maxlen=STATES_KEPT)
         self._statuses: dict[int, list[StageStatus]] = {}
         self._status_controls: dict[int, list[int]] = {}
         self._logprobs: dict[int, tuple[list[TokenLogprob], list[TokenLogprob]]] = {}
@@ -145,7 +146,7 @@ class Leader:
         """News of a rank, this one included: into the inbox, log probabilities aside."""
         assert self._sequencer is not None, f"rank {report.rank} reports before the start has ended"
         self._sequencer.report(report)
-        if report.finished or report.transfers:
+        if report.finished:
             self._progress_at = time.monotonic()
         for finished in report.finished:
             for span in finished.logprobs:
@@ -207,7 +208,7 @@ class Leader:
             self._progress_at = time.monotonic()  # idle until now: the watchdog counts from this arrival
         plan = stage.apply(entry)
         sequencer.planned(empty=plan.empty)
-        self._vectors.append((plan.step, plan.digest, stage.scheduler.vector))
+        self._states.append((plan.step, plan.digest, stage.scheduler.state))
         body = msgspec.msgpack.encode(entry)
         for link in stage.links.log.values():
             link.send(Kind.ENTRY, body, step=plan.step, digest=plan.digest)
@@ -297,7 +298,7 @@ class Leader:
 
     def _judge(self, parted: Parted) -> None:
         """A replica's digest is not the leader's: name the step, the ranks and the first field that differs."""
-        mine = next((kept for kept in self._vectors if kept[0] == parted.step), None)
+        mine = next((kept for kept in self._states if kept[0] == parted.step), None)
         tp_size = self._stage.topology.tp_size
         stage, tp_rank = divmod(parted.rank, tp_size)
         ranks = f"rank={parted.rank} [PP{stage} TP{tp_rank}] vs rank=0 [PP0 TP0]"
@@ -306,8 +307,8 @@ class Leader:
                 ExitCode.DIVERGED, f"DIVERGED step={parted.step} {ranks}: the leader's state is not kept"
             )
             return
-        _, digest, vector = mine
-        for name, ours, theirs in zip(STATE_FIELDS, vector, parted.vector, strict=True):
+        _, digest, state = mine
+        for name, ours, theirs in zip(STATE_FIELDS, state.numbers, parted.vector, strict=True):
             if ours != theirs:
                 field = f"field={name!r} {theirs} != {ours}"
                 break

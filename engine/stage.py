@@ -284,7 +284,9 @@ class Follower:
         if plan.digest != frame.digest:
             self._parted = True
             assert stage.scheduler is not None
-            words = Parted(rank=rank, step=plan.step, digest=plan.digest, vector=stage.scheduler.vector)
+            words = Parted(
+                rank=rank, step=plan.step, digest=plan.digest, vector=stage.scheduler.state.numbers
+            )
             self._leader_link.send(Kind.VECTOR, msgspec.msgpack.encode(words))
             return
         stage.work(plan)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from engine.scheduler.digest import Accumulator, fold_digest, hash64, random_bits, show
+from engine.scheduler.digest import Accumulator, fold_digest, hash64, hash_events, random_bits, show
 from tests.sim.single import Driver, request
 
 GOLDEN = """
@@ -22,28 +22,32 @@ def test_blake2b_of_known_bytes():
     assert hash64(b"").to_bytes(8, "little").hex() == "e4a6a0577479b2b4"
 
 
-def test_folding_nothing_changes_nothing():
+def test_what_was_noted_is_taken_once():
     events = Accumulator()
-    assert events.fold() == 0
     events.note(1, 2)
-    value = events.fold()
-    assert value != 0 and events.fold() == value
+    events.note(3)
+    assert events.take() == [1, 2, 3] and events.take() == []
 
 
-def test_order_values_and_steps_all_count():
-    values = set()
-    for steps in ([(1, 2), (3,)], [(1, 2, 3)], [(3,), (1, 2)], [(1, -2), (3,)], [(1, 2), (3,), (0,)]):
-        events = Accumulator()
-        for numbers in steps:
-            events.note(*numbers)
-            events.fold()
-        values.add(events.value)
-    assert len(values) == 5
+def test_order_values_and_parts_all_count():
+    """A number that moves to the next part, or to the counters, is another state."""
+    states = [
+        ((7,), ([1, 2], [3])),
+        ((7,), ([1], [2, 3])),
+        ((7,), ([3], [1, 2])),
+        ((7,), ([1, -2], [3])),
+        ((7,), ([1, 2], [3, 0])),
+        ((7,), ([1, 2, 3], [])),
+        ((8,), ([1, 2], [3])),
+        ((7, 1), ([2], [3])),
+    ]
+    assert len({fold_digest(0, *state) for state in states}) == len(states)
+    assert len({hash_events(noted) for noted in ([], [0], [1, 2], [2, 1], [1, -2])}) == 5
 
 
 def test_the_digest_of_a_step_covers_all_steps_before():
-    a, b = fold_digest(fold_digest(0, (1, 2)), (5, 6)), fold_digest(fold_digest(0, (1, 3)), (5, 6))
-    assert a != b
+    first, other = fold_digest(0, (1, 2), ([4],)), fold_digest(0, (1, 2), ([5],))
+    assert fold_digest(first, (5, 6), ([],)) != fold_digest(other, (5, 6), ([],))
 
 
 def test_random_bits_depend_on_seed_and_position():
@@ -89,5 +93,5 @@ def test_every_fact_of_a_request_that_decides_anything_is_in_the_digest():
         driver = Driver()
         arguments = {"prompt": (1, 2, 3), **plain, **change}
         driver.step(request(1, **arguments))
-        digests.append((driver.scheduler.vector[1], driver.scheduler.digest))
+        digests.append((driver.scheduler.state.numbers[0], driver.scheduler.digest))
     assert len({inputs for inputs, _ in digests}) == len({digest for _, digest in digests}) == len(changes)

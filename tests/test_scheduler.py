@@ -286,7 +286,7 @@ def test_flush_is_refused_while_any_step_is_in_flight():
     driver.step(request(1, range(16)))
     assert driver.step(retire=0, flush=True).control_failures, "a request lives"
     [failure] = driver.step(retire=0, aborts=[1], flush=True).control_failures
-    assert failure.message.startswith("not flushed: 0 requests and 1 steps")
+    assert failure.message.startswith("not flushed: 0 requests, 1 steps")
     assert driver.scheduler.books().available < driver.scheduler.books().capacity
     [control] = driver.step(flush=True).controls
     books = driver.scheduler.books()

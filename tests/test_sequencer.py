@@ -268,17 +268,6 @@ def test_a_rank_that_reports_a_copy_twice_is_a_programmers_error():
         leader.copied(1)
 
 
-def test_a_backup_that_has_settled_waits_for_a_step_in_flight_to_bring_news():
-    leader = copying(world_size=1)
-    leader.sequencer.submit((request(2, range(4), new=9),))
-    leader.turn()
-    leader.copied(1)
-    assert leader.turn() is None
-    leader.finish_step(3, 50)
-    entry, _ = leader.turn()
-    assert len(entry.settled) == len(entry.retired) == 1
-
-
 def test_a_load_that_has_settled_does_not_wait_since_somebody_waits_for_it():
     leader = Leader(host_pages=32, device_pages=8)
     for number, prompt in ((1, [1] * 13), (2, [2] * 32)):  # The second pushes the first out of the device.
@@ -297,14 +286,22 @@ def test_a_load_that_has_settled_does_not_wait_since_somebody_waits_for_it():
 
 
 def test_a_drain_waits_for_copies():
-    """LMCache#4185: nothing is shut down under a copy."""
+    """LMCache#4185: nothing is shut down under a copy, as long as there is time."""
     leader = copying()
-    leader.sequencer.drain(deadline=1.0)
+    leader.sequencer.drain(deadline=1000.0)
     leader.copied(1, rank=0)
-    for now in (0.0, 2.0, 1000.0):
+    for now in (0.0, 2.0, 999.0):
         assert leader.turn(now=now) is None
     leader.copied(1, rank=1)
-    entry, plan = leader.turn(now=1000.0)
+    entry, plan = leader.turn(now=999.0)
     assert len(entry.settled) == 1 and not plan.controls
-    entry, _ = leader.turn(now=1000.0)
+    entry, _ = leader.turn(now=999.0)
+    assert [control.action for control in entry.controls] == ["shutdown"]
+
+
+def test_a_copy_that_hangs_does_not_outlast_a_drain():
+    leader = copying()
+    leader.sequencer.drain(deadline=10.0)
+    assert leader.turn(now=9.0) is None
+    entry, _ = leader.turn(now=10.0)
     assert [control.action for control in entry.controls] == ["shutdown"]

@@ -86,7 +86,8 @@ def test_parted_replicas_stop_before_a_token_of_that_step_leaves(dense, rank):
         assert stream.output_ids == dense.answers([[5, 6, 7]], 200)[0].ids[: len(stream.output_ids)]
         assert service.wait_exit() == 70
         told = re.search(
-            r"DIVERGED step=(\d+) rank=1 \[PP1 TP0\] vs rank=0 \[PP0 TP0\] field='(\w+)' (\d) != (\d)", service.last_line
+            r"DIVERGED step=(\d+) rank=1 \[PP1 TP0\] vs rank=0 \[PP0 TP0\] field='(\w+)' (\d) != (\d)",
+            service.last_line,
         )
         assert told.groups() == (str(step), "retractions", str(rank), str(1 - rank))
 

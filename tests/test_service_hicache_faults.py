@@ -79,6 +79,26 @@ def test_a_host_pool_far_smaller_than_the_device_pool(dense, policy):
         assert counters["backed_up_pages"] > 5 and counters["evicted_pages"] > 64
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (
+            "--enable-hierarchical-cache --disable-radix-cache",
+            "--enable-hierarchical-cache, --disable-radix-cache",
+        ),
+        ("--hicache-size 1", "--hicache-size 1.0: allowed with --enable-hierarchical-cache only"),
+        (
+            "--debug-unagreed-hicache",
+            "--debug-unagreed-hicache: allowed with --enable-hierarchical-cache only",
+        ),
+    ],
+)
+def test_flags_that_contradict_are_refused_by_name(flags, named):
+    # sglang#9452: the host tier without the radix cache crashed at the first request.
+    code, lines = run_to_end(*flags.split())
+    assert code == 2 and named in lines[-1]
+
+
 # ---- copies that go wrong ----
 
 

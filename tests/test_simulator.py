@@ -66,8 +66,9 @@ def test_seeds():
         "loads that nobody waited for",
         "loads of what was computed meanwhile",
         "waits for another's copy",
-        "flushed after a wait for copies",
+        "flush refused for copies",
         "drained while copying",
+        "ended while copying",
     ):
         assert seen[name] > 0, f"no seed met: {name}; seen were {dict(seen)}"
 

@@ -57,7 +57,7 @@ def replay(name: str, capacity_blocks: int) -> tuple[list[int], int, int]:
         node, _ = cache.extend(node, b"", key[len(pages) * 4 :], own, step)
         cache.unlock(node)
         allocator.release(pages + own)
-        events.fold()
+        events.take()
         found.append(len(pages))
         asked += length
     return found, asked, cache.device.pages_total
@@ -147,7 +147,7 @@ def replay_two_tiers(host_tokens: int, write_policy: WritePolicy) -> Met:
         cache.unlock(node)
         device.release(own)
         settle()
-        events.fold()
+        events.take()
         met.found.append(len(pages))
         met.loaded.append(len(host_pages))
         met.host_held_most = max(met.host_held_most, cache.host.pages_total)

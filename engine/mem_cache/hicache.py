@@ -15,6 +15,7 @@ always its beginning.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.mem_cache.radix_cache import RadixCache
 from engine.mem_cache.tier import DEVICE, HOST, Node
@@ -60,10 +61,10 @@ class HiCache:
             self._wanted[node.node_id] = node
 
     def take_device_pages(self, count: int) -> list[int] | None:
-        """Give out device pages, evicting what is unlocked. None: not now; copies under way will make room.
+        """Give out device pages, evicting what is unlocked. None: not before copies under way have settled.
 
-        With write_back, pages that the host does not hold are copied there first, and go when that has settled. The
-        caller has checked that unlocked pages suffice.
+        With write_back, pages that the host does not hold are copied there first, and go when that has settled, well
+        or not. The caller has checked that unlocked pages suffice.
         """
         cache, aside = self._cache, list[Node]()
         short = count - cache.device.allocator.available
@@ -135,11 +136,10 @@ class HiCache:
             self.failures += 1
             if loads:  # What could not be read once is not tried again.
                 cache.forget(marked[0], cache.host)
+            elif self._policy == "write_back" and cache.device.is_leaf(node):
+                # These pages were to leave the device; now they leave it without a copy.
+                cache.trim(node, cache.device, len(node.held[DEVICE]) - len(node.held[HOST]))
         return pages_loaded
-
-    def forget_wishes(self) -> None:
-        """After a flush: nothing is left to back up."""
-        self._wanted = {}
 
     # ---- inside ----
 
@@ -162,13 +162,18 @@ class HiCache:
         return count > 0
 
     def _begin(
-        self, kind: str, node: Node, start: int, device_pages: list[int], host_pages: list[int]
+        self,
+        kind: Literal["backup", "load"],
+        node: Node,
+        start: int,
+        device_pages: list[int],
+        host_pages: list[int],
     ) -> int:
         cache, number = self._cache, self.next_transfer_id
         self.next_transfer_id += 1
         transfer = Transfer(
             transfer_id=number,
-            kind="load" if kind == "load" else "backup",
+            kind=kind,
             device_pages=tuple(device_pages),
             host_pages=tuple(host_pages),
         )
@@ -191,8 +196,7 @@ class HiCache:
         """Where the host's part of the path to `node` ends, and the device pages from there on."""
         saved, pages = 0, list[int]()
         for _, each in self._cache.path(node):
-            if not pages:
-                saved += len(each.held[HOST])
+            saved += len(each.held[HOST])
             pages += each.held[DEVICE][len(each.held[HOST]) :]
         return saved, pages
 

@@ -124,8 +124,6 @@ class RadixCache:
                 break
             end = self._split_after(node, here)
             pages += end.held[DEVICE]
-            if here < taken:
-                break
         self._touch_path(end)
         self._events.note(_MATCHED, end.node_id, len(pages))
         return end, pages
@@ -209,11 +207,14 @@ class RadixCache:
             before = node.locks
             node.locks += change
             assert node.locks >= 0, f"node {node.node_id} was unlocked more often than locked"
-            if before == 0 or node.locks == 0:
-                for tier in self.tiers:
-                    count = len(node.held[tier.index])
-                    tier.pages_unlocked += -count if before == 0 else count
-                    tier.queue(node)
+            if before == 0:
+                self.device.pages_unlocked -= len(node.held[DEVICE])
+                self.host.pages_unlocked -= len(node.held[HOST])
+            elif node.locks == 0:
+                self.device.pages_unlocked += len(node.held[DEVICE])
+                self.host.pages_unlocked += len(node.held[HOST])
+                self.device.queue(node)
+                self.host.queue(node)
             node = node.parent
 
     # ---- eviction ----
@@ -282,7 +283,7 @@ class RadixCache:
             child = node.children.get(salt + first if node is self.root else first)
             if child is None:
                 return
-            node_pages = child.page_count
+            node_pages = len(child.key) // width
             shared = _common_pages(child.key, key, position, min(node_pages, end - position), width)
             yield child, shared
             if shared < node_pages:

@@ -17,7 +17,10 @@ _NOT_QUEUED = 2
 
 
 class Node:
-    """A run of pages that every prompt through it shares. Only `RadixCache` changes it."""
+    """A run of pages that every prompt through it shares.
+
+    The tree changes its place, key and locks, a `Tier` what it holds, and `HiCache` the marks of copies.
+    """
 
     __slots__ = (
         "branches",
@@ -42,22 +45,20 @@ class Node:
         self.edge = edge
         self.key = key
         self.held: tuple[list[int], list[int]] = ([], [])
-        self.branches = [0, 0]  # Children that hold pages, by tier.
+        # Children that hold pages, by tier.
+        self.branches = [0, 0]
         self.children: dict[bytes, Node] = {}
         self.locks = 0
-        self.pins = (
-            0  # Locks of copies that end here; unlike a sequence's, they do not mind if the node grows.
-        )
-        self.transfer_id = 0  # The copy of some of its pages that is under way, if any.
+        # Locks of copies that end here; unlike a sequence's, they do not mind if the node grows.
+        self.pins = 0
+        # The copy of some of its pages that is under way, if any.
+        self.transfer_id = 0
         self.stamp = 0
         self.filled_step = 0
-        self.fresh_from = (
-            0  # Device pages from here on were filled by `filled_step`, those before by earlier steps.
-        )
-        self.queued = [
-            _NOT_QUEUED,
-            _NOT_QUEUED,
-        ]  # By tier: the rank under which it stands in the order of eviction.
+        # Device pages from here on were filled by `filled_step`, those before by earlier steps.
+        self.fresh_from = 0
+        # By tier: the rank under which it stands in the order of eviction.
+        self.queued = [_NOT_QUEUED, _NOT_QUEUED]
 
     @property
     def page_count(self) -> int:
@@ -98,7 +99,6 @@ class Tier:
         self.pages_total += len(pages)
         if node.locks == 0:
             self.pages_unlocked += len(pages)
-        self.queue(node)
 
     def drop_tail(self, node: Node, count: int) -> int:
         """Take up to `count` of the last pages of an unlocked leaf out of this tier. Returns how many.
@@ -150,8 +150,7 @@ class Tier:
 
     def queue(self, node: Node) -> None:
         """Remember a node if its last pages may now leave this tier."""
-        rank = self._rank(node)
-        if rank < node.queued[self.index] and self.is_leaf(node):
+        if self.is_leaf(node) and (rank := self._rank(node)) < node.queued[self.index]:
             node.queued[self.index] = rank
             heapq.heappush(self._leaves, (rank, node.stamp, node.node_id, node))
 

@@ -1,7 +1,7 @@
-"""What replicas compare: chained hashes of events and a vector of counters, folded once a step.
+"""What replicas compare: one hash a step, over the hash before it, all counters and all events of the step.
 
-A difference between two replicas never heals here: each digest covers the one before it. The vector beside it
-names the first field that differs, so that a report can say *what* parted and not only *that* it did.
+A difference between two replicas never heals here, since each digest covers the one before it. *What* parted is named
+by the state behind the digest (`state_vector.py`), which is looked at only when digests differ.
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ from array import array
 
 
 class Accumulator:
-    """A chained 64-bit hash over every event noted so far."""
+    """What happened to one part of the state in one step, as numbers."""
 
-    __slots__ = ("_noted", "value")
+    __slots__ = ("noted",)
 
     def __init__(self) -> None:
-        self.value = 0
-        self._noted: list[int] = []
+        self.noted: list[int] = []
 
     def note(self, *numbers: int) -> None:
         """Add one event, given as signed 64-bit numbers: its kind first, and a length before what varies."""
-        self._noted += numbers
+        self.noted += numbers
 
-    def fold(self) -> int:
-        """Hash what was noted since the last fold into the chain and return the chain's value."""
-        if self._noted:
-            packed = array("q", self._noted).tobytes()
-            self.value = hash64(self.value.to_bytes(8, "little") + packed)
-            self._noted = []
-        return self.value
+    def take(self) -> list[int]:
+        """All that was noted since the last call."""
+        noted, self.noted = self.noted, []
+        return noted
 
 
 def hash64(data: bytes) -> int:
@@ -37,9 +33,17 @@ def hash64(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def fold_digest(previous: int, vector: tuple[int, ...]) -> int:
-    """The digest of a step from the digest before it and the step's state vector (unsigned 64-bit numbers)."""
-    return hash64(array("Q", (previous, *vector)).tobytes())
+def hash_events(noted: list[int]) -> int:
+    """64 bits for the events of one part of the state in one step."""
+    return hash64(array("q", noted).tobytes())
+
+
+def fold_digest(previous: int, counters: tuple[int, ...], events: tuple[list[int], ...]) -> int:
+    """The digest of a step: of the one before it, the counters (unsigned 64-bit numbers) and the step's events."""
+    noted = [len(part) for part in events]
+    for part in events:
+        noted += part
+    return hash64(array("Q", (previous, *counters)).tobytes() + array("q", noted).tobytes())
 
 
 def random_bits(seed: int, position: int) -> int:

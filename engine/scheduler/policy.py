@@ -83,11 +83,12 @@ def committed_pages(running: Iterable[Sequence], capacity: Capacity) -> int:
 
 
 def victim(running: list[Sequence], needy: Sequence) -> Sequence | None:
-    """Who is retracted so that `needy` gets pages: the latest arrival without a span in flight.
+    """Who is retracted so that `needy` gets pages: the latest arrival without a span in flight or a load.
 
     Never the oldest of the running, so the oldest always ends; never one older than `needy`, which rather waits or
     is itself the victim. None if nobody can be.
     """
     oldest = min(sequence.number for sequence in running)
-    idle = [s for s in running if not s.in_flight and s.number != oldest and s.number >= needy.number]
+    idle = [s for s in running if not (s.in_flight or s.loading)]
+    idle = [s for s in idle if s.number != oldest and s.number >= needy.number]
     return max(idle, key=lambda s: s.number, default=None)

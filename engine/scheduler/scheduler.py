@@ -18,10 +18,11 @@ from collections import deque
 from engine.mem_cache.allocator import PageAllocator
 from engine.mem_cache.hicache import HiCache
 from engine.mem_cache.radix_cache import TOKEN_BYTES, RadixCache
+from engine.mem_cache.tier import Node
 from engine.scheduler import policy
 from engine.scheduler.digest import fold_digest
 from engine.scheduler.sequence import Sequence, State
-from engine.scheduler.state_vector import STATE_FIELDS, Events, state_vector
+from engine.scheduler.state_vector import Events, take_state
 from engine.types import (
     Abort,
     Books,
@@ -57,7 +58,6 @@ class Scheduler:
         self.capacity = capacity
         self.step = 0
         self.digest = 0
-        self.vector: tuple[int, ...] = (0,) * len(STATE_FIELDS)
         self.live: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -73,7 +73,7 @@ class Scheduler:
         self._policy = schedule_policy
         self._cache_prefixes = cache_prefixes
         self._host_counts = host_counts
-        self._flushes: list[Control] = []
+        self.state = take_state(self, host_counts=host_counts)
         self._news: dict[int, Emission] = {}
 
     # ---- the one door ----
@@ -96,8 +96,8 @@ class Scheduler:
         done, failed = self._control(entry.controls)
         spans = self._plan()
         transfers = self.hicache.plan()
-        self.vector = state_vector(self, host_counts=self._host_counts)
-        self.digest = fold_digest(self.digest, self.vector)
+        self.state = take_state(self, host_counts=self._host_counts)
+        self.digest = fold_digest(self.digest, self.state.counters, self.state.events)
         return Plan(
             step=self.step,
             digest=self.digest,
@@ -122,7 +122,7 @@ class Scheduler:
             return
         node, pages, size = sequence.node, sequence.pages, self.capacity.page_size
         assert node is not None, f"request {sequence.request.request_id} loads without a node"
-        sequence.loading, sequence.load_failed = 0, not result.ok
+        sequence.loading = 0
         self._attach(sequence, sequence.cache_pages_max(size))
         sequence.found(pages_loaded * size)
         self.cache.unlock(node)
@@ -191,19 +191,14 @@ class Scheduler:
         done, failed = [], []
         for control in controls:
             self.events.inputs.note(_CONTROL, control.control_id, int(control.action == "flush"))
-        waiting, self._flushes = self._flushes, []
-        for control in (*waiting, *controls):
-            if control.action != "flush":
-                done.append(control)
-            elif self.live or self.in_flight:
-                text = f"not flushed: {len(self.live)} requests and {len(self.in_flight)} steps are under way"
-                failed.append(ControlResult(control_id=control.control_id, ok=False, message=text))
-            elif self.hicache.under_way:
-                self._flushes.append(control)  # Copies end soon and nobody asked for them: it waits.
-            else:
+            if control.action == "flush":
+                counts = len(self.live), len(self.in_flight), len(self.hicache.under_way)
+                if any(counts):
+                    text = "not flushed: {} requests, {} steps and {} copies are under way".format(*counts)
+                    failed.append(ControlResult(control_id=control.control_id, ok=False, message=text))
+                    continue
                 self.cache.flush()
-                self.hicache.forget_wishes()
-                done.append(control)
+            done.append(control)
         return tuple(done), tuple(failed)
 
     # ---- ends ----
@@ -304,17 +299,16 @@ class Scheduler:
         count = min(sequence.remaining, count_max)
         if sequence.state is not State.RUNNING or sequence.loading or not self._make_room(sequence, count):
             return 0
-        span = sequence.advance(count)
-        self.events.rows.note(
-            sequence.number, span.start, count, span.pages[-1], int(span.sample is not None)
-        )
+        start, span = sequence.computed, sequence.advance(count)
+        row = sequence.number, start, count, span.pages[-1], int(span.sample is not None)
+        self.events.rows.noted += row
         if self._cache_prefixes:
             self._insert(sequence)
         rows.append((sequence, span))
         return count
 
     def _admit(self, sequence: Sequence) -> bool | None:
-        """Let a waiting sequence run. False: worth a step's wait. None: no room, so nobody behind it either."""
+        """Let a waiting sequence run. False: it waits for pages on their way. None: no room, for others either."""
         size = self.capacity.page_size
         key, pages_max = bytes(sequence.key), sequence.cache_pages_max(size)
         found = self.cache.peek(sequence.salt, key, pages_max, self.step)
@@ -326,7 +320,7 @@ class Scheduler:
                 return False
             pages_max = found.pages - found.fresh_pages
             found = self.cache.peek(sequence.salt, key, pages_max, self.step)
-        load_pages = 0 if sequence.load_failed else policy.pages_to_load(found.host_pages, size)
+        load_pages = policy.pages_to_load(found.host_pages, size)
         if load_pages and found.in_transfer:  # For another sequence; a copy takes a few steps.
             return False if sequence.overtaken < policy.OVERTAKEN_MAX else None
         need = policy.pages_for(len(sequence.ids), size) - found.pages
@@ -334,10 +328,12 @@ class Scheduler:
         will_come = bool(self.running or self.ended or self.hicache.under_way)
         if need + policy.committed_pages(self.running, self.capacity) > room and will_come:
             return None
-        self._attach(sequence, pages_max)
+        node = self._attach(sequence, pages_max)
         if load_pages and not self._load(sequence, pages_max):
             self._release(sequence)
             return None
+        if sequence.cached_tokens < 0:
+            self.hicache.matched(node)
         if not sequence.loading:
             sequence.found(host_tokens=0)
         for other in self.waiting:
@@ -349,14 +345,14 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=lambda s: s.number)
         return True
 
-    def _attach(self, sequence: Sequence, pages_max: int) -> None:
-        """Give a sequence what the device holds of its ids, at most `pages_max` pages."""
+    def _attach(self, sequence: Sequence, pages_max: int) -> Node:
+        """Give a sequence what the device holds of its ids, at most `pages_max` pages. Returns where that ends."""
         node, pages = self.cache.match(sequence.salt, bytes(sequence.key), pages_max)
         self.cache.lock(node)
         self.allocator.hold(pages)
-        self.hicache.matched(node)
         sequence.node, sequence.pages, sequence.in_tree = node, pages, len(pages)
         sequence.computed = len(pages) * self.capacity.page_size
+        return node
 
     def _load(self, sequence: Sequence, pages_max: int) -> bool:
         """Have the host's part of a sequence's prefix copied to the device; until that has settled it plans no row.
@@ -383,7 +379,7 @@ class Scheduler:
         """
         need = policy.pages_for(sequence.computed + rows, self.capacity.page_size) - len(sequence.pages)
         while need > self.allocator.available + self.cache.device.pages_unlocked:
-            if self.allocator.pending or self.ended or self.hicache.under_way:
+            if self.allocator.pending or self.ended or self._copies_free_pages():
                 return False
             victim = policy.victim(self.running, sequence)
             if victim is None:
@@ -394,6 +390,11 @@ class Scheduler:
         pages = self.hicache.take_device_pages(need)
         sequence.pages += pages or ()
         return pages is not None
+
+    def _copies_free_pages(self) -> bool:
+        """Whether pages will come free when copies settle: those that nobody but a copy locks."""
+        copies = self.hicache.under_way.items()
+        return any(copy.node.locks == 1 and number not in self.loading for number, copy in copies)
 
     def _insert(self, sequence: Sequence) -> None:
         """Give the tree the pages that this step fills.

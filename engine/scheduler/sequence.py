@@ -43,7 +43,6 @@ class Sequence:
         "in_flight",
         "in_tree",
         "key",
-        "load_failed",
         "loading",
         "logprob_next",
         "node",
@@ -73,7 +72,6 @@ class Sequence:
         self.cached_tokens = -1
         self.cached_host_tokens = 0
         self.loading = 0  # The transfer that brings more of its prefix; no row is planned until then.
-        self.load_failed = False
         self.retractions = 0
         self.overtaken = 0
         self.deferred = False

@@ -113,11 +113,16 @@ class Sequencer:
             self._drain(now, self._drain_deadline)
         if scheduler.step + 1 - min(self._watermarks) > LAG_STEPS_MAX:
             return None
-        news = self._retired or self._finishes or self._arrivals or self._aborts or self._controls
-        # A backup that has settled can wait for other news, as long as a step in flight is sure to bring some.
-        copies = self._settled and (not scheduler.in_flight or scheduler.loading)
+        news = (
+            self._settled
+            or self._retired
+            or self._finishes
+            or self._arrivals
+            or self._aborts
+            or self._controls
+        )
         more = not self._last_plan_empty and len(scheduler.in_flight) < scheduler.capacity.depth
-        if not news and not copies and not more:
+        if not news and not more:
             return None
         entry = Entry(
             step=scheduler.step + 1,
@@ -141,7 +146,9 @@ class Sequencer:
         if now >= deadline:
             for request_id in scheduler.live:
                 self.abort(Abort(request_id=request_id, message=DRAIN_MESSAGE, status=503))
-        idle = not (scheduler.live or self._arrivals or scheduler.in_flight or scheduler.hicache.under_way)
+        busy = scheduler.live or self._arrivals or scheduler.in_flight
+        # A copy that hangs must not hold up the end: nothing outlives the process that it could harm.
+        idle = not busy and (not scheduler.hicache.under_way or now >= deadline)
         if idle and not self._shutdown_logged:
             self._shutdown_logged = True
             self._controls.append(Control(action="shutdown", control_id=0))

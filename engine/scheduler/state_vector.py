@@ -1,19 +1,21 @@
-"""What replicas compare beside the digest: the counters of one scheduler, by name.
+"""What stands behind a digest: the counters and events of one scheduler at one step, by name.
 
-Reads a scheduler and changes nothing but the chains of its event accumulators, which are folded once a step.
+Reads a scheduler and changes nothing but its accumulators, which it empties once a step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.scheduler.digest import Accumulator
+from engine.scheduler.digest import Accumulator, hash_events
 
 if TYPE_CHECKING:
     from engine.scheduler.scheduler import Scheduler
 
 STATE_FIELDS = (
-    "step", "inputs", "arrived", "waiting", "running", "ended", "steps in flight",
+    "inputs",
+    "step", "arrived", "waiting", "running", "ended", "steps in flight",
     "pages available", "pages evictable", "pages protected", "pages pending",
     "host pages available", "host pages evictable", "host pages protected",
     "tree clock", "next node", "retractions", "evictions", "demotions", "finished",
@@ -21,43 +23,58 @@ STATE_FIELDS = (
     "pages backed up", "pages loaded", "copies failed",
     "allocator events", "host allocator events", "tree events", "copy events", "rows",
 )  # fmt: skip
-"""Names of the state vector's numbers, causes before effects: the first that differs is what parted first."""
+"""Names of the state's numbers, causes before effects: the first that differs is what parted first."""
 
 
 class Events:
-    """The chains of hashes over what happened, one for each part of the state."""
+    """What happened in the current step, one accumulator for each part of the state."""
 
     def __init__(self) -> None:
         self.inputs, self.rows, self.tree, self.copies = (Accumulator() for _ in range(4))
         self.device_allocator, self.host_allocator = Accumulator(), Accumulator()
 
+    def take(self) -> tuple[list[int], ...]:
+        """The step's events, in the order of `STATE_FIELDS`."""
+        parts = self.inputs, self.device_allocator, self.host_allocator, self.tree, self.copies, self.rows
+        return tuple([part.take() for part in parts])
 
-def state_vector(scheduler: Scheduler, *, host_counts: bool) -> tuple[int, ...]:
-    """The numbers that `STATE_FIELDS` names, as of the step applied last; each is less than 2^64.
 
-    Without `host_counts` those that follow from the host's capacity alone are 0, so that replicas whose capacities
-    differ part only where they decide differently.
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that a step's digest covers beside the digest before it."""
+
+    counters: tuple[int, ...]
+    events: tuple[list[int], ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers that `STATE_FIELDS` names, events as hashes; each is less than 2^64."""
+        inputs, *others = map(hash_events, self.events)
+        return inputs, *self.counters, *others
+
+
+def take_state(scheduler: Scheduler, *, host_counts: bool) -> State:
+    """The state as of the step that has just been planned.
+
+    Without `host_counts` the numbers that follow from the host's capacity alone are 0, so that replicas whose
+    capacities differ part only where they decide differently.
     """
-    cache, copies, events = scheduler.cache, scheduler.hicache, scheduler.events
+    cache, copies = scheduler.cache, scheduler.hicache
     device, host = cache.device, cache.host
-    host_numbers = (
-        host.allocator.available,
-        host.pages_unlocked,
-        host.allocator.page_count - host.allocator.available - host.pages_unlocked,
-    )
-    return (
+    device_free, host_free = device.allocator.available, host.allocator.available
+    host_held = host.allocator.page_count - host_free - host.pages_unlocked
+    counters = (
         scheduler.step,
-        events.inputs.fold(),
         scheduler.arrived,
         len(scheduler.waiting),
         len(scheduler.running),
         len(scheduler.ended),
         len(scheduler.in_flight),
-        device.allocator.available,
+        device_free,
         device.pages_unlocked,
-        device.allocator.page_count - device.allocator.available - device.pages_unlocked,
+        device.allocator.page_count - device_free - device.pages_unlocked,
         device.allocator.pending,
-        *(host_numbers if host_counts else (0, 0, 0)),
+        *((host_free, host.pages_unlocked, host_held) if host_counts else (0, 0, 0)),
         cache.clock,
         cache.next_node_id,
         scheduler.retractions,
@@ -71,12 +88,8 @@ def state_vector(scheduler: Scheduler, *, host_counts: bool) -> tuple[int, ...]:
         copies.pages_backed_up,
         copies.pages_loaded,
         copies.failures,
-        events.device_allocator.fold(),
-        events.host_allocator.fold(),
-        events.tree.fold(),
-        events.copies.fold(),
-        events.rows.fold(),
     )
+    return State(counters, scheduler.events.take())
 
 
 def counters(scheduler: Scheduler) -> dict[str, int]:

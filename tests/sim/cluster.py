@@ -20,7 +20,7 @@ from engine.mem_cache.tier import DEVICE, HOST
 from engine.scheduler import policy
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequencer import DRAIN_MESSAGE, LAG_STEPS_MAX, Sequencer
-from engine.scheduler.state_vector import STATE_FIELDS
+from engine.scheduler.state_vector import STATE_FIELDS, State
 from engine.types import (
     Abort,
     Control,
@@ -58,7 +58,7 @@ class Rank:
 
     scheduler: Scheduler
     memory: ShadowMemory
-    inbox: deque[tuple[bytes, Plan, tuple[int, ...]]] = field(default_factory=deque)
+    inbox: deque[tuple[bytes, Plan, State]] = field(default_factory=deque)
     work: deque[Plan] = field(default_factory=deque)
     copies: list[Transfer] = field(default_factory=list)
     watermark: int = 0
@@ -118,6 +118,7 @@ class Cluster:
         self.now = 0.0
         self.lag = world.lag
         self.healed = False
+        self.drained_by = 0.0
         self.shut_down = False
         self.sights = Sights(self.leader)
         self.seen = self.sights.seen
@@ -237,7 +238,7 @@ class Cluster:
         self.ranks[0].work.append(plan)
         body = msgspec.msgpack.encode(entry)
         for rank in self.ranks[1:]:
-            rank.inbox.append((body, plan, self.leader.vector))
+            rank.inbox.append((body, plan, self.leader.state))
         for emission in plan.emissions:
             self.deliver(emission)
         self.answer(plan)
@@ -246,11 +247,13 @@ class Cluster:
 
     def follow(self, index: int, rank: Rank) -> None:
         """A rank applies an entry and compares itself with the leader before it works."""
-        body, plan, vector = rank.inbox.popleft()
+        body, plan, state = rank.inbox.popleft()
         entry = msgspec.msgpack.decode(body, type=Entry)
         mine = rank.scheduler.apply(self.before_apply(index, rank.scheduler, entry))
         if mine.digest != plan.digest:
-            for name, leader, other in zip(STATE_FIELDS, vector, rank.scheduler.vector, strict=True):
+            for name, leader, other in zip(
+                STATE_FIELDS, state.numbers, rank.scheduler.state.numbers, strict=True
+            ):
                 if leader != other:
                     raise Divergence(plan.step, index, name, leader, other)
             raise Divergence(plan.step, index, "an earlier step", plan.digest, mine.digest)
@@ -338,6 +341,7 @@ class Cluster:
     def answer(self, plan: Plan) -> None:
         """Each control is answered once; a flush is refused exactly while something is under way."""
         busy = bool(self.leader.live or self.leader.in_flight)
+        copying = bool(self.leader.hicache.under_way)
         for control in plan.controls:
             self.answers += [control.control_id] if control.control_id else []
             if control.action == "flush":
@@ -345,11 +349,13 @@ class Cluster:
                 assert self.leader.books().available == self.leader.books().capacity
             if control.action == "shutdown":
                 assert self.sequencer.draining and not busy
+                assert not copying or self.now >= self.drained_by
                 self.shut_down = True
         for result in plan.control_failures:
             self.answers.append(result.control_id)
             self.seen["flush refused"] += 1
-            assert busy and not result.ok and "not flushed" in result.message
+            assert (busy or copying) and not result.ok and "not flushed" in result.message
+            self.seen["flush refused for copies"] += not busy
 
     # ---- a life ----
 
@@ -364,13 +370,15 @@ class Cluster:
             if tick == self.world.drain_tick:
                 self.seen["drained under load"] += bool(self.leader.live)
                 self.seen["drained while copying"] += bool(self.leader.hicache.under_way)
-                self.sequencer.drain(self.now + self.world.drain_ticks)
+                self.drained_by = self.now + self.world.drain_ticks
+                self.sequencer.drain(self.drained_by)
             self.tick()
         self.lag, self.healed = 0.0, True
         self.settle()
         if not self.sequencer.draining:
             assert not self.leader.live, f"requests {list(self.leader.live)} never ended"
-            self.sequencer.drain(self.now)
+            self.drained_by = self.now + 10**9
+            self.sequencer.drain(self.drained_by)
             self.settle()
         assert self.shut_down, "the shutdown was never logged"
         self.check_end()
@@ -395,8 +403,12 @@ class Cluster:
         )
         for rank in self.ranks:
             recount(rank.scheduler)
-            assert rank.scheduler.books().protected == 0 and not rank.scheduler.in_flight
-            assert not rank.scheduler.hicache.under_way and not rank.scheduler.loading
+            assert not rank.scheduler.in_flight and not rank.scheduler.loading
+            if rank.scheduler.hicache.under_way:
+                self.seen["ended while copying"] += 1
+                assert self.now >= self.drained_by
+            else:
+                assert rank.scheduler.books().protected == 0
             assert rank.scheduler.digest == self.leader.digest
             self.check_cache(rank)
         cache = self.leader.cache

@@ -219,7 +219,7 @@ def _mirrors_first(scheduler: Scheduler, entry: Entry, draw: Random) -> Entry:
 
 
 def _wishes_lost(scheduler: Scheduler, entry: Entry, draw: Random) -> Entry:
-    scheduler.hicache.forget_wishes()
+    scheduler.hicache._wanted.clear()
     return entry
 
 

@@ -47,10 +47,6 @@ class Sights:
         for number, sequence in self._loading.items():
             if number in under_way and sequence.loading != number:
                 seen["aborted while loading"] += sequence.state is State.ENDED
-                seen["retracted while loading"] += sequence.state is State.WAITING
-        begun = [control.control_id for control in entry.controls]
-        waited = [c for c in plan.controls if c.action == "flush" and c.control_id not in begun]
-        seen["flushed after a wait for copies"] += len(waited)
         if any(copy.transfer.kind == "load" for copy in under_way.values()):
             seen["waits for another's copy"] += sum(self._waits_for_copy(s) for s in scheduler.waiting)
 

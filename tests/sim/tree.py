@@ -267,7 +267,6 @@ class Play:
         if not self.holders and not self.copying:
             held = sum(self.model.holds(DEVICE, prefix) for prefix in self.model.pages)
             assert self.cache.tree.flush() == held
-            self.cache.copies.forget_wishes()
             self.model.pages = {}
             self.model.host_free = deque(self.cache.host_allocator.free_pages())
 
