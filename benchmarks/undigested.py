@@ -23,11 +23,16 @@ def undigested() -> Iterator[None]:
     """Schedulers of this process keep no digest meanwhile. The calls that would note an event stay, and do nothing."""
     from engine.scheduler import scheduler
     from engine.scheduler.digest import Accumulator
+    from engine.scheduler.state_vector import State
+
+    def take_nothing(replica: scheduler.Scheduler, *, host_counts: bool) -> State:
+        replica.events.rows.noted.clear()
+        return State((), ())
 
     with (
         mock.patch.object(Accumulator, "note", lambda self, *numbers: None),
-        mock.patch.object(scheduler, "state_vector", lambda replica, host_counts: ()),
-        mock.patch.object(scheduler, "fold_digest", lambda previous, vector: 0),
+        mock.patch.object(scheduler, "take_state", take_nothing),
+        mock.patch.object(scheduler, "fold_digest", lambda previous, counters, events: 0),
     ):
         yield
 

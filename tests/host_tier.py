@@ -92,11 +92,16 @@ def from_host(answer: dict[str, Any]) -> int:
     return (answer["meta_info"]["cached_tokens_details"] or {"host": 0})["host"]
 
 
+def loaded_bytes(service: Service) -> list[int]:
+    """What each stage has copied from the host to the device since the start."""
+    return [stage["bytes_copied"]["load"] for stage in service.info()["stages"]]
+
+
 def check_legs(service: Service, model: Reference, tokens: int, *, length: int = LEG_TOKENS) -> None:
     """One prompt cold, from the device, from the host, from the device after its load-back, and from the host again.
 
     `tokens` is the device capacity. Ids are right and log probabilities those of the cold leg within 1e-4; the
-    details say where the prefix was, all of it in one tier, and as many pages were loaded as they say.
+    details say where the prefix was, all in one tier; and each stage has copied the bytes of exactly these tokens.
     """
     filler_count = tokens // FILLER_TOKENS + 1
     prompt, *fillers = model.clear_prompts([length] + [FILLER_TOKENS] * filler_count, 8, seed=0)
@@ -106,9 +111,10 @@ def check_legs(service: Service, model: Reference, tokens: int, *, length: int =
         if leg == "push out":
             check_right(ask_all(service, fillers, 8, 1), [answer.ids for answer in fillers_right])
             continue
-        before = service.check_idle(20.0)["counters"]["loaded_pages"]
+        before, moved_before = service.check_idle(20.0)["counters"]["loaded_pages"], loaded_bytes(service)
         answer = service.generate(prompt, 8, return_logprob=True)
         meta, loaded = answer["meta_info"], service.stats()["counters"]["loaded_pages"] - before
+        moved = [now - then for now, then in zip(loaded_bytes(service), moved_before, strict=True)]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         cold = cold or logprobs
         assert answer["output_ids"] == right.ids, leg
@@ -120,3 +126,5 @@ def check_legs(service: Service, model: Reference, tokens: int, *, length: int =
             details = {"device": 0, "host": 0} | {leg: covered}
             assert (meta["cached_tokens"], meta["cached_tokens_details"]) == (covered, details), leg
             assert loaded == details["host"] // page, leg
+            prices = [stage["bytes_per_token"] for stage in service.info()["stages"]]
+            assert moved == [details["host"] * price for price in prices], leg
