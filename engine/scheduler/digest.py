@@ -7,6 +7,7 @@ by the state behind the digest (`state_vector.py`), which is looked at only when
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 
 
@@ -43,7 +44,8 @@ def fold_digest(previous: int, counters: tuple[int, ...], events: tuple[list[int
     noted = [len(part) for part in events]
     for part in events:
         noted += part
-    return hash64(array("Q", (previous, *counters)).tobytes() + array("q", noted).tobytes())
+    layout = f"<{len(counters) + 1}Q{len(noted)}q"
+    return hash64(struct.pack(layout, previous, *counters, *noted))
 
 
 def random_bits(seed: int, position: int) -> int:

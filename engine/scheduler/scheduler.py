@@ -274,6 +274,9 @@ class Scheduler:
             if room > 0:
                 room -= self._add(rows, sequence, room)
         self._plan_admissions(rows, room)
+        noted = self.events.rows.noted
+        for sequence, span in rows:
+            noted += sequence.number, sequence.computed, span.pages[-1]
         if rows:
             self.in_flight.append((self.step, [(s, span.sample is not None) for s, span in rows]))
         return [span for _, span in rows]
@@ -299,9 +302,7 @@ class Scheduler:
         count = min(sequence.remaining, count_max)
         if sequence.state is not State.RUNNING or sequence.loading or not self._make_room(sequence, count):
             return 0
-        start, span = sequence.computed, sequence.advance(count)
-        row = sequence.number, start, count, span.pages[-1], int(span.sample is not None)
-        self.events.rows.noted += row
+        span = sequence.advance(count)
         if self._cache_prefixes:
             self._insert(sequence)
         rows.append((sequence, span))
@@ -329,7 +330,7 @@ class Scheduler:
         if need + policy.committed_pages(self.running, self.capacity) > room and will_come:
             return None
         node = self._attach(sequence, pages_max)
-        if load_pages and not self._load(sequence, pages_max):
+        if load_pages and not self._load(sequence, node, pages_max):
             self._release(sequence)
             return None
         if sequence.cached_tokens < 0:
@@ -354,14 +355,13 @@ class Scheduler:
         sequence.computed = len(pages) * self.capacity.page_size
         return node
 
-    def _load(self, sequence: Sequence, pages_max: int) -> bool:
-        """Have the host's part of a sequence's prefix copied to the device; until that has settled it plans no row.
+    def _load(self, sequence: Sequence, node: Node, pages_max: int) -> bool:
+        """Have the host's pages behind `node` copied to the device for a sequence, which plans no row until then.
 
         False: there are no device pages for it yet.
         """
-        assert sequence.node is not None
         rest, pages_max = bytes(sequence.key[sequence.computed * TOKEN_BYTES :]), pages_max - sequence.in_tree
-        end, host_pages = self.cache.match_host(sequence.node, sequence.salt, rest, pages_max)
+        end, host_pages = self.cache.match_host(node, sequence.salt, rest, pages_max)
         self.cache.lock(end)  # What is to be loaded must not go while room is made for it.
         pages = self.hicache.take_device_pages(len(host_pages))
         if pages is not None:

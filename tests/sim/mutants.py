@@ -366,7 +366,7 @@ MUTANTS = [
         (SEQUENCER, "not scheduler.hicache.under_way or now >= deadline", "not scheduler.hicache.under_way"),
         (VECTOR, "if host_counts else (0, 0, 0)", "if True else (0, 0, 0)"),
         # The digest.
-        (DIGEST, "(previous, *counters)", "counters"),
+        (DIGEST, "(layout, previous, *counters", "(layout, 0, *counters"),
         (DIGEST, "noted = [len(part) for part in events]", "noted = list[int]()"),
         (DIGEST, 'array("Q", (seed & 0xFFFF_FFFF_FFFF_FFFF, position))', 'array("Q", (position,))'),
     )
