@@ -27,9 +27,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from engine.mem_cache.sizing import ITEM_BYTES
+from engine.mem_cache.sizing import ITEM_BYTES, attention_bytes_per_token
 from engine.model.cache_shapes import MODEL_TYPES, ModelCache, cache_of
-from engine.model.spec import UnsupportedModel
+from engine.model.spec import UnsupportedModel, spec_from_config
 
 
 def read(config, *, tp_size=1, dtype="bfloat16", kv_cache_dtype="bfloat16") -> ModelCache:
@@ -407,3 +407,29 @@ def test_junk_in_a_file_is_refused_or_bounded_and_never_a_crash(data: st.DataObj
         assert str(error).startswith("config.json ") and "allowed" in str(error)
     else:
         assert all(0 < pool.record_bytes < 2**60 and len(pool.layers) <= 1024 for pool in model.shapes)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_the_planner_and_the_engine_pay_the_same_for_a_token(family: str, tp_size: int):
+    """The engine prices by its own reading of the model; both must come to the same."""
+    config = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 5,
+        "intermediate_size": 256,
+        "vocab_size": 640,
+        "max_position_embeddings": 1024,
+    }
+    [pool] = read(config, tp_size=tp_size, kv_cache_dtype="float32").shapes
+    for layers in (range(3), range(3, 5)):
+        price = attention_bytes_per_token(
+            spec_from_config(config), len(layers), tp_size=tp_size, dtype="float32"
+        )
+        assert pool.bytes_on(layers) == price > 0

@@ -21,6 +21,7 @@ from engine.mem_cache.hicache import HiCache
 from engine.mem_cache.radix_cache import RadixCache, pack
 from engine.scheduler.digest import Accumulator
 from engine.types import TransferResult, WritePolicy
+from examples import trace
 
 BLOCK_TOKENS = 512
 UNBOUNDED = 200_000
@@ -180,3 +181,11 @@ def test_where_stages_with_two_tiers_part(
     numbers = [number for number, pair in enumerate(zip(larger, smaller, strict=True)) if pair[0] != pair[1]]
     assert (len(numbers), numbers[0]) == (parted, first)
     assert (larger[first], smaller[first]) == blocks
+
+
+def test_the_stages_of_the_known_fault_part_at_request_1055():
+    """sglang#29258 in the whole scheduler, chunks, copies and all, with the capacities that the report names."""
+    lesser, greater = (trace.replay(2**20, tokens, stop=1056) for tokens in (7_621_952, 8_023_168))
+    assert trace.first_difference(lesser, greater) == 1055
+    found = [stage[-1].device_tokens + stage[-1].host_tokens for stage in (greater, lesser)]
+    assert found == [47 * 512, 512]

@@ -1,4 +1,4 @@
-"""What a model caches: from `config.json` to the list of its cache pools, for the planner and for the engine itself.
+"""What a model caches: from `config.json` to the list of its cache pools, for the planner.
 
 Owns which architectures keep keys and values, latents, indexer keys or recurrent state, in which layers, of which
 shape on one tp rank. A config is untrusted: every number is bounded here. Prices come from `mem_cache.sizing`; the
@@ -7,6 +7,8 @@ tensors listed beside each price take exactly that many bytes. It never looks at
 Over tp ranks: KV heads are divided, or copied where there are more ranks than heads; latents and indexer keys are the
 same on every rank; recurrent state is divided by heads, with the groups of Mamba following the rule of KV heads.
 Layers for multi-token prediction are not part of the model served, and not counted.
+
+The engine prices the models that it runs by their `ModelSpec` and the same functions of `sizing`; a test compares both.
 """
 
 from __future__ import annotations
