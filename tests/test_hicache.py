@@ -211,6 +211,12 @@ def test_write_through_copies_what_a_step_fills_after_that_step():
     assert host_books(driver) == (26, 6, 0)
 
 
+def test_a_prompt_that_comes_back_after_a_retraction_has_not_been_seen_twice():
+    driver = decoding_trio(host_pages=30, write_policy="write_through_selective")
+    driver.run()
+    assert driver.scheduler.retractions > 0 and driver.scheduler.hicache.pages_backed_up == 0
+
+
 def test_selective_copies_a_prefix_when_it_is_seen_again():
     driver = small(write_policy="write_through_selective")
     driver.run(request(1, range(17), new=8))
@@ -410,6 +416,19 @@ def test_a_sequence_waits_for_pages_that_only_a_copy_holds():
     )
     driver.run()
     assert len(driver.tokens[2]) == 4 and driver.scheduler.retractions == 0
+
+
+def test_nobody_waits_for_a_load_that_another_sequence_waits_for():
+    """When it ends, its pages are the other's."""
+    driver = demoted(device_pages=12)
+    driver.run_until_decoding(request(5, [5] * 8, new=20), request(6, [6] * 8, new=20))
+    driver.step(request(2, range(17), new=1), settle=0)
+    assert driver.scheduler.loading
+    for _ in range(30):
+        driver.step(settle=0)
+    assert driver.scheduler.retractions == 1 and driver.scheduler.loading
+    driver.run()
+    assert [len(driver.tokens[i]) for i in (5, 6, 2)] == [20, 20, 1]
 
 
 def test_a_sequence_that_loads_is_not_retracted():
