@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import random
+import re
 from pathlib import Path
 
 import msgspec
@@ -303,10 +304,9 @@ def test_a_host_tier_that_does_not_fit_is_refused_by_all_processes(source):
 
 def test_another_host_capacity_on_one_rank_is_refused_by_name(source):
     """sglang#29258: had the sizes not been agreed, the start would end here."""
-    with pytest.raises(
-        Refused, match=r"host pages \(--hicache-size, --hicache-ratio\) differs: 9 on rank 0, 8 on rank 1"
-    ):
-        bring_up_beside(source, host_pages=8)
+    name = "host pages (--hicache-size, --hicache-ratio)"
+    with pytest.raises(Refused, match=re.escape(f"{name} differs: 9 on rank 0, 8 on rank 1")):
+        bring_up_beside(source, **{name: 8})
 
 
 def test_without_agreement_every_stage_keeps_its_own_and_is_warned(source, caplog):

@@ -125,7 +125,7 @@ class HostPool:
         self.local_size = min(host_pages(local, page_size) * page_size, NO_CONSTRAINT)
         """The same by this rank's own budget and price; `NO_CONSTRAINT` where neither sets a limit."""
         if agreed <= device_size:
-            log.warning("%s: %d are not more than the device has, so they add little", what, self.size)
+            log.warning("%s: %d add little to the %d on the device", what, self.size, device_size)
 
     @property
     def pages(self) -> int:

@@ -74,7 +74,7 @@ class Mover:
         """Queue a transfer. Called on the compute thread, at the transfer's place in the order of its work."""
         pages = list(zip(transfer.device_pages, transfer.host_pages, strict=True))
         size = self._part_pages
-        runs = [pages[start : start + size] for start in range(0, len(pages), size)]
+        runs = [pages[start : start + size] for start in range(0, len(pages), size)] or [[]]
         job = _Job(transfer, self._fence(), len(runs), *self._planned_faults(transfer))
         for run in runs:
             self._parts.put(_Part(job, run))
