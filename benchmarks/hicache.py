@@ -290,7 +290,7 @@ def show(title: str, rows: Rows) -> None:
             groups.append((tuple(numbers), {}))
         groups[-1][1][name] = numbers
     for columns, group in groups:
-        table = Table(title, *columns)
+        table = Table("", *columns, title=title)
         for name, numbers in group.items():
             table.add_row(name, *(f"{number:,.{0 if number >= 1000 else 3}f}" for number in numbers.values()))
         Console().print(table)
