@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from engine.config import ConfigError, check_values, flag
+from engine.config import ConfigError, check_values, engine_flag, flag
 from engine.layer_split import even_split, least_limits
 from engine.mem_cache.sizing import (
     PoolShape,
@@ -42,28 +42,12 @@ class PlannerFlags:
         "model",
         "of keys, values and latents; auto is --dtype; fp8 packs sparse-indexed latents with scales",
     )
-    pp_size: int = flag(1, "parallelism", "pipeline stages: slices of layers", low=1, high=1024)
-    tp_size: int = flag(1, "parallelism", "ranks per stage: slices of each layer", low=1, high=1024)
-    pp_layer_partition: tuple[int, ...] | None = flag(
-        None,
-        "parallelism",
-        "layers of each stage, e.g. 20,20,19,19; absent: even, the last stages take the rest",
-    )
-    page_size: int = flag(16, "memory", "tokens of one cache page", low=1, high=4096)
-    hicache_size: float = flag(
-        0.0,
-        "host tier",
-        "GB (10^9 bytes) of host memory for each rank; 0: by --hicache-ratio",
-        low=0,
-        high=10**6,
-    )
-    hicache_ratio: float = flag(
-        2.0,
-        "host tier",
-        "host tokens per device token, when --hicache-size is 0",
-        low=0.001,
-        high=10**6,
-    )
+    pp_size: int = engine_flag("pp_size")
+    tp_size: int = engine_flag("tp_size")
+    pp_layer_partition: tuple[int, ...] | None = engine_flag("pp_layer_partition")
+    page_size: int = engine_flag("page_size")
+    hicache_size: float = engine_flag("hicache_size")
+    hicache_ratio: float = engine_flag("hicache_ratio")
     device_tokens: int | None = flag(
         None, "host tier", "tokens of the device cache, agreed by all stages", low=1, high=10**12
     )

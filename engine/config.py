@@ -161,6 +161,12 @@ class EngineConfig:
     )
 
 
+def engine_flag(name: str) -> Any:
+    """A field of another command's flags that is the one of `EngineConfig`: default, help and range."""
+    item = EngineConfig.__dataclass_fields__[name]
+    return field(default=item.default, metadata=item.metadata)
+
+
 def parse_flags(arguments: Iterable[str], *, program: str = "server.py") -> EngineConfig:
     """Read a command line. Raises ConfigError with one line; `--help` prints and exits with 0."""
     purpose = "Serve a language model over pipeline stages that stay in agreement."

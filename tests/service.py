@@ -253,6 +253,24 @@ class Service:
         """The state that all stages share."""
         return self.info()["stages"][0]
 
+    @contextlib.contextmanager
+    def flushing(self) -> Iterator[None]:
+        """Meanwhile the cache is flushed every few milliseconds: refused while anything is under way, and harmless."""
+        codes, over = [], threading.Event()
+
+        def flush() -> None:
+            while not over.wait(0.005):
+                codes.append(self.post("/flush_cache").status_code)
+
+        flusher = threading.Thread(target=flush)
+        flusher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            flusher.join()
+        assert 400 in codes and set(codes) <= {200, 400}
+
     def check_idle(self, patience_s: float = 5.0) -> dict[str, Any]:
         """C-IDLE: soon after the last answer nothing is protected, running, waiting or copied, on any stage."""
 

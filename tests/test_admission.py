@@ -231,7 +231,7 @@ def test_the_books_balance_on_a_busy_day(page_size: int):
         while len(driver.scheduler.live) >= 16:
             driver.step()
     driver.run()
-    books = driver.scheduler.books()
+    books = driver.scheduler.cache.device.books()
     assert books.protected == 0 and books.available + books.evictable == books.capacity == 1024
     driver.step(flush=True)
-    assert driver.scheduler.books().available == 1024
+    assert driver.scheduler.cache.device.books().available == 1024

@@ -49,8 +49,8 @@ def on_host(driver: Driver, ids: range) -> tuple[int, int]:
 
 def host_books(driver: Driver) -> tuple[int, int, int]:
     """Pages of the host: available, evictable, protected."""
-    books = driver.scheduler.cache.host.books(1)
-    return books.available, books.evictable, books.protected
+    books, size = driver.scheduler.cache.host.books(), driver.scheduler.capacity.page_size
+    return books.available // size, books.evictable // size, books.protected // size
 
 
 def kinds(transfers: tuple[Transfer, ...]) -> list[tuple[str, int]]:
@@ -378,11 +378,11 @@ def test_an_abort_leaves_a_load_its_pages_until_it_has_settled(fail: bool):
     driver.step(aborts=[2], settle=0)
     assert driver.ends[2].type == "abort" and not driver.scheduler.loading
     free = driver.scheduler.allocator.free_pages()
-    assert not set(load.device_pages) & set(free) and driver.scheduler.books().protected == 16
+    assert not set(load.device_pages) & set(free) and driver.scheduler.cache.device.books().protected == 16
     for _ in range(3):
         driver.step(*([request(3, [3] * 9, new=1)] if 3 not in driver.truths else []), settle=0)
     driver.step(fail=fail)
-    assert driver.scheduler.books().protected == 0
+    assert driver.scheduler.cache.device.books().protected == 0
     assert on_host(driver, range(17))[0] == (0 if fail else 4), "what came back can be used by the next"
 
 
@@ -391,9 +391,9 @@ def test_an_abort_leaves_a_backup_alone():
     driver.step(request(1, range(17), new=9))
     driver.step(aborts=[1], settle=0)
     driver.step(settle=0)
-    assert driver.scheduler.books().protected == 16 and host_books(driver) == (28, 0, 4)
+    assert driver.scheduler.cache.device.books().protected == 16 and host_books(driver) == (28, 0, 4)
     driver.step()
-    assert driver.scheduler.books().protected == 0 and host_books(driver) == (28, 4, 0)
+    assert driver.scheduler.cache.device.books().protected == 0 and host_books(driver) == (28, 4, 0)
 
 
 def test_nobody_waits_for_a_copy_that_frees_nothing():
@@ -453,7 +453,7 @@ def test_a_flush_is_refused_while_anything_is_under_way():
     driver.step()
     [control] = driver.step(flush=True).controls
     assert control.control_id == 7 and host_books(driver) == (32, 0, 0)
-    assert driver.scheduler.books().available == driver.scheduler.books().capacity
+    assert driver.scheduler.cache.device.books().available == driver.scheduler.cache.device.books().capacity
     driver.run(request(2, range(17), new=1))
     assert driver.cached[2] == 0
 
@@ -511,7 +511,7 @@ def test_both_tiers_always_full(write_policy: str, settle: int):
             driver.step(settle=1 if driver.scheduler.step % 3 == 0 else settle)
     driver.run()
     assert len({tuple(driver.tokens[number]) for number in range(120)}) == 1
-    assert host_books(driver)[2] == 0 and driver.scheduler.books().protected == 0
+    assert host_books(driver)[2] == 0 and driver.scheduler.cache.device.books().protected == 0
     assert counters(driver.scheduler)["loaded_pages"] > 0
 
 
@@ -624,7 +624,7 @@ def test_families_larger_than_the_host(write_policy: str):
             driver.step(settle=1)
     driver.run()
     assert all(len(driver.tokens[number]) == 4 for number in range(90))
-    assert driver.scheduler.books().protected == host_books(driver)[2] == 0
+    assert driver.scheduler.cache.device.books().protected == host_books(driver)[2] == 0
 
 
 # ---- nodes that change under a copy ----

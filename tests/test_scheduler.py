@@ -64,7 +64,7 @@ def test_any_chunk_goes_with_any_page_in_a_pool_that_just_fits(page_size: int, c
     )
     driver.run(*(request(i, [i % 7, *range(79)], new=1) for i in range(1, 21)))
     assert [len(driver.tokens[i]) for i in range(1, 21)] == [1] * 20
-    assert driver.scheduler.books().protected == 0
+    assert driver.scheduler.cache.device.books().protected == 0
 
 
 # ---- what the cache gives ----
@@ -114,7 +114,7 @@ def test_a_prompt_that_spells_a_running_answer_waits_one_step_at_most():
 def test_the_answer_is_cached_but_for_its_last_token():
     driver = Driver(page_size=1)
     driver.run(request(1, range(5), new=4))
-    assert driver.scheduler.books().evictable == 5 + 4 - 1
+    assert driver.scheduler.cache.device.books().evictable == 5 + 4 - 1
     driver.run(request(2, [*range(5), *driver.tokens[1], 7]))
     assert driver.cached[2] == 5 + 4 - 1
 
@@ -123,7 +123,7 @@ def test_without_a_prefix_cache_nothing_is_kept():
     driver = Driver(cache_prefixes=False)
     driver.run(request(1, range(20)))
     driver.run(request(2, range(20)))
-    books = driver.scheduler.books()
+    books = driver.scheduler.cache.device.books()
     assert driver.cached == {1: 0, 2: 0} and books.available == books.capacity
 
 
@@ -181,9 +181,9 @@ def test_an_aborted_request_keeps_its_pages_until_its_steps_retire_and_its_token
     driver.step(retire=0, aborts=[1, 1])
     assert driver.ends[1].type == "abort" and driver.tokens[1] == []
     driver.step(retire=1)
-    assert driver.scheduler.books().protected == 16
+    assert driver.scheduler.cache.device.books().protected == 16
     driver.step(retire=1)
-    assert driver.scheduler.books().protected == 0 and driver.tokens[1] == []
+    assert driver.scheduler.cache.device.books().protected == 0 and driver.tokens[1] == []
     driver.run(request(2, range(17)))
     assert driver.cached[2] == 16, "what its steps computed is cached all the same"
 
@@ -287,9 +287,9 @@ def test_flush_is_refused_while_any_step_is_in_flight():
     assert driver.step(retire=0, flush=True).control_failures, "a request lives"
     [failure] = driver.step(retire=0, aborts=[1], flush=True).control_failures
     assert failure.message.startswith("not flushed: 0 requests, 1 steps")
-    assert driver.scheduler.books().available < driver.scheduler.books().capacity
+    assert driver.scheduler.cache.device.books().available < driver.scheduler.cache.device.books().capacity
     [control] = driver.step(flush=True).controls
-    books = driver.scheduler.books()
+    books = driver.scheduler.cache.device.books()
     assert control.action == "flush" and books.available == books.capacity
     driver.run(request(2, range(16)))
     assert driver.cached[2] == 0

@@ -63,8 +63,8 @@ class RadixCache:
     ) -> None:
         self.page_size = page_size
         self.root = Node(0, None, b"", b"")
-        self.device = Tier(DEVICE, allocator)
-        self.host = Tier(HOST, host_allocator or PageAllocator(0, events))
+        self.device = Tier(DEVICE, allocator, page_size)
+        self.host = Tier(HOST, host_allocator or PageAllocator(0, events), page_size)
         self.tiers = (self.device, self.host)
         self.clock = 0
         self.next_node_id = 1

@@ -69,23 +69,24 @@ class Node:
 class Tier:
     """The part of the tree in one tier: a tree of its own, which loses leaves, each page by page from its tail."""
 
-    def __init__(self, index: int, allocator: PageAllocator) -> None:
+    def __init__(self, index: int, allocator: PageAllocator, page_size: int) -> None:
         self.index = index
         self.allocator = allocator
+        self.page_size = page_size
         self.pages_total = 0
         self.pages_unlocked = 0
         self.pages_evicted = 0
         self.pages_kept = 0  # Of the evicted ones, those that the other tier still held.
         self._leaves: list[tuple[int, int, int, Node]] = []
 
-    def books(self, page_size: int) -> Books:
+    def books(self) -> Books:
         """Where this tier's tokens are: free, in pages that could be freed now, and the rest."""
         total, available, evictable = self.allocator.page_count, self.allocator.available, self.pages_unlocked
         return Books(
-            capacity=total * page_size,
-            available=available * page_size,
-            evictable=evictable * page_size,
-            protected=(total - available - evictable) * page_size,
+            capacity=total * self.page_size,
+            available=available * self.page_size,
+            evictable=evictable * self.page_size,
+            protected=(total - available - evictable) * self.page_size,
         )
 
     def put(self, node: Node, pages: list[int]) -> None:

@@ -25,7 +25,6 @@ from engine.scheduler.sequence import Sequence, State
 from engine.scheduler.state_vector import Events, take_state
 from engine.types import (
     Abort,
-    Books,
     Capacity,
     Control,
     ControlResult,
@@ -107,10 +106,6 @@ class Scheduler:
             controls=done,
             control_failures=failed,
         )
-
-    def books(self) -> Books:
-        """Where the device tier's tokens are."""
-        return self.cache.device.books(self.capacity.page_size)
 
     # ---- what an entry brings ----
 

@@ -346,7 +346,7 @@ class Cluster:
             self.answers += [control.control_id] if control.control_id else []
             if control.action == "flush":
                 self.seen["flushed"] += 1
-                assert self.leader.books().available == self.leader.books().capacity
+                assert self.leader.cache.device.books().available == self.leader.cache.device.books().capacity
             if control.action == "shutdown":
                 assert self.sequencer.draining and not busy
                 assert not copying or self.now >= self.drained_by
@@ -408,7 +408,7 @@ class Cluster:
                 self.seen["ended while copying"] += 1
                 assert self.now >= self.drained_by
             else:
-                assert rank.scheduler.books().protected == 0
+                assert rank.scheduler.cache.device.books().protected == 0
             assert rank.scheduler.digest == self.leader.digest
             self.check_cache(rank)
         cache = self.leader.cache

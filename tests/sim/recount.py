@@ -62,7 +62,7 @@ def recount_tier(scheduler: Scheduler, tier: Tier, holders_outside: list[list[in
     unlocked = sum(len(node.held[tier.index]) for node in nodes if node.locks == 0)
     assert tier.pages_unlocked == unlocked, f"evictable {tier.pages_unlocked}, recounted {unlocked}"
     assert tier.pages_total == len(tree_pages)
-    books = tier.books(scheduler.capacity.page_size)
+    books = tier.books()
     assert min(books.available, books.evictable, books.protected) >= 0, books
     assert books.available + books.evictable + books.protected == books.capacity
 
